@@ -43,14 +43,14 @@ def room(memory: int, **options: Any) -> int:
     return read_max_memory({"cuda:0": memory}, **options)["cuda:0"].room
 
 
-def test_the_workspace_is_of_the_card(card: Any) -> None:
+def test_cublas_workspace_depends_on_compute_capability(card: Any) -> None:
     assert room(FREE) == FREE - DRIVER - LT - 32 * MIB
     assert room(FREE // 2) == FREE // 2 - LT - 32 * MIB
     card.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert room(FREE) == FREE - DRIVER - LT - 8 * MIB - 128 * KIB
 
 
-def test_a_backward_pass_has_a_workspace_of_its_own(card: Any) -> None:
+def test_backward_pass_counts_a_second_workspace(card: Any) -> None:
     workspace = LT + 32 * MIB
     assert room(FREE, grad=True) == FREE - DRIVER - 2 * workspace
     for options, count in ({}, 1), ({"train": True}, 2):
@@ -58,26 +58,26 @@ def test_a_backward_pass_has_a_workspace_of_its_own(card: Any) -> None:
         assert topology["cuda:0"].room == FREE - DRIVER - count * workspace
 
 
-def test_the_callers_choice_of_a_workspace_counts(card: Any) -> None:
+def test_workspace_size_from_environment_is_counted(card: Any) -> None:
     card.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
     assert room(FREE) == FREE - DRIVER - LT - 8 * MIB - 128 * KIB
 
 
-def test_what_is_not_free_is_no_room(card: Any) -> None:
+def test_room_is_capped_at_free_memory(card: Any) -> None:
     card.setenv("CUBLAS_WORKSPACE_CONFIG", ":1024:1")
     assert room(2 * FREE) == FREE - DRIVER - LT - MIB
     assert room(FREE // 2) == FREE // 2 - LT - MIB
 
 
-def test_reserve_comes_on_top(card: Any) -> None:
+def test_reserve_is_subtracted_in_addition_to_workspace(card: Any) -> None:
     assert room(FREE, reserve=3 * MIB) == FREE - DRIVER - LT - 35 * MIB
 
 
-def test_cards_that_are_not_here_are_not_asked() -> None:
+def test_absent_gpu_is_not_queried() -> None:
     assert read_max_memory({"cuda:7": FREE})["cuda:7"].room == FREE
 
 
-def test_a_full_device_keeps_room_for_the_workspace() -> None:
+def test_full_device_leaves_room_for_the_workspace() -> None:
     workspace, x = 8192, torch.ones(2, 32)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))).eval()
     with torch.no_grad(), graphplan.simulate({0: 30_000, "cpu": MIB}, workspace=workspace) as machine:
@@ -88,7 +88,7 @@ def test_a_full_device_keeps_room_for_the_workspace() -> None:
         assert machine.peak_bytes(0) == placed.plan.peak_bytes[0] + workspace
 
 
-def test_an_error_asks_for_the_workspace_too() -> None:
+def test_budget_in_infeasible_error_includes_the_workspace() -> None:
     model, x = nn.Linear(64, 64), torch.ones(2, 64)
     with graphplan.simulate({0: 1 << 20}, workspace=8192):
         with pytest.raises(graphplan.InfeasibleError) as caught:

@@ -53,13 +53,13 @@ def test_integer_keys_name_accelerators_even_without_one() -> None:
         ({"disk": "1GB"}, "disk"),
     ],
 )
-def test_bad_budgets_name_the_key_and_the_value(budget: object, named: str) -> None:
+def test_invalid_budgets_raise_with_key_and_value(budget: object, named: str) -> None:
     with pytest.raises(graphplan.BudgetError, match=named):
         read_max_memory(budget)  # type: ignore[arg-type]  # what is tested
 
 
 @pytest.mark.parametrize("key", [-1, "gpu", "cuda:x", "meta", True, (0,), None])
-def test_bad_keys_are_named(key: object) -> None:
+def test_invalid_keys_raise(key: object) -> None:
     with pytest.raises(graphplan.DeviceError):
         read_max_memory({key: 10})  # type: ignore[dict-item]  # what is tested
 
@@ -70,20 +70,20 @@ def test_a_similar_key_is_suggested(key: str, hint: str) -> None:
         read_max_memory({key: 10})
 
 
-def test_an_index_in_text_is_told_to_be_a_number() -> None:
+def test_index_as_text_raises_and_suggests_a_number() -> None:
     with pytest.raises(
         graphplan.DeviceError, match="'1' is text: write the accelerator's index as a number, 1"
     ):
         read_max_memory({0: 10, "1": 10})
 
 
-def test_one_device_under_two_names() -> None:
+def test_one_device_under_two_keys_raises() -> None:
     with pytest.raises(graphplan.DeviceError, match="both cuda:0"):
         read_max_memory({"cuda:0": 10, "cuda": 10})
 
 
 @pytest.mark.parametrize("written", ["cuda:0", "cuda", torch.device("cuda"), torch.device("cuda", 0)])
-def test_a_device_may_be_written_in_every_way(written: Any) -> None:
+def test_reserve_accepts_every_spelling_of_a_device(written: Any) -> None:
     (spec,) = read_max_memory({written: "1MiB"}).devices
     assert (spec.key, spec.device) == (str(written), "cuda:0")
     for key in ("cuda", "cuda:0"):
@@ -92,7 +92,7 @@ def test_a_device_may_be_written_in_every_way(written: Any) -> None:
         read_max_memory({"cpu": "1MiB"}, reserve={written: 1})
 
 
-def test_two_names_of_one_device_are_refused() -> None:
+def test_repeated_devices_in_reserve_or_links_raise() -> None:
     budgets = {0: "1MiB", "cpu": "1MiB"}
     with pytest.raises(graphplan.DeviceError, match="reserve names a device twice"):
         read_max_memory(budgets, reserve={"cpu": 1, "cpu:0": 2})
@@ -102,7 +102,7 @@ def test_two_names_of_one_device_are_refused() -> None:
             read_max_memory(budgets, links=links)
 
 
-def test_absent_devices_are_for_planning_only() -> None:
+def test_absent_device_raises_in_partition() -> None:
     with pytest.raises(graphplan.DeviceError, match=r"device 7 .* is not here.*graphplan\.plan"):
         require_present(read_max_memory({7: 10}))
 
@@ -115,7 +115,7 @@ def test_links_are_found_in_either_direction() -> None:
     assert fast.seconds(100_000) == pytest.approx(2e-6)
 
 
-def test_a_faster_link_is_faster_in_both_directions() -> None:
+def test_with_faster_link_scales_both_directions() -> None:
     slow = {(0, 1): Link(1e9, 4e-6), (1, 0): Link(2e9, 0.0)}
     topology = read_max_memory({0: "1GiB", 1: "1GiB"}, slow)
     faster = topology.with_faster_link(1, 0, 2.0)
@@ -143,19 +143,19 @@ def test_allocations_are_rounded_as_the_allocator_does() -> None:
         ([Link()], "graphplan.Link"),
     ],
 )
-def test_links_that_no_plan_would_use_are_refused(links: object, named: str) -> None:
+def test_invalid_links_raise(links: object, named: str) -> None:
     with pytest.raises(graphplan.DeviceError, match=named):
         read_max_memory({0: 10, 1: 10}, links)  # type: ignore[arg-type]  # what is tested
 
 
-def test_links_may_lead_to_the_device_of_the_caller() -> None:
+def test_links_to_devices_outside_max_memory_are_accepted() -> None:
     link = Link(1e9)
     topology = read_max_memory({0: 10}, {("cpu", 0): link, ("cuda:3", 0): link})
     assert topology.link("cpu", 0) is topology.link("cuda:3", 0) is link
 
 
 @pytest.mark.parametrize("figures", [(0.0,), (-1.0,), (float("inf"),), ("10GB",), (True,), (1e9, -1e-6)])
-def test_a_link_is_made_of_figures(figures: tuple[object, ...]) -> None:
+def test_link_requires_positive_numbers(figures: tuple[object, ...]) -> None:
     with pytest.raises(graphplan.DeviceError, match=r"Link\("):
         Link(*figures)  # type: ignore[arg-type]  # what is tested
     assert Link(1e9, 0.0).seconds(10**9) == 1.0
@@ -163,7 +163,7 @@ def test_a_link_is_made_of_figures(figures: tuple[object, ...]) -> None:
 
 @pytest.mark.parametrize("accelerator", [0, "cuda", torch.device("cuda", 0)])
 @pytest.mark.parametrize("host", ["cpu", "cpu:0", torch.device("cpu")])
-def test_links_are_known_by_every_name_of_their_devices(accelerator: Any, host: Any) -> None:
+def test_links_accept_every_spelling_of_a_device(accelerator: Any, host: Any) -> None:
     link = Link(1e9)
     for key in ("cpu", "cpu:0"):
         topology = read_max_memory({"cuda:0": 10, key: 10}, {(accelerator, host): link})
@@ -173,6 +173,6 @@ def test_links_are_known_by_every_name_of_their_devices(accelerator: Any, host: 
 @pytest.mark.parametrize(
     ("key", "message"), [("CPU", "links: 'CPU' is not a device: did you mean 'cpu'"), ("0", "links: '0' is")]
 )
-def test_links_of_what_is_no_device_are_refused(key: str, message: str) -> None:
+def test_links_of_invalid_devices_raise(key: str, message: str) -> None:
     with pytest.raises(graphplan.DeviceError, match=message):
         read_max_memory({0: 10, "cpu": 10}, {(0, key): Link()})

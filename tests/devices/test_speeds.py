@@ -49,18 +49,18 @@ MIB = 1 << 20
         ("Tesla T4", "T4"),
     ],
 )
-def test_cards_are_known_by_their_drivers_names(name: str, card: str) -> None:
+def test_gpus_are_found_by_driver_name(name: str, card: str) -> None:
     found = find_gpu(name)
     assert found is not None
     assert found.name == card
 
 
 @pytest.mark.parametrize("name", ["Quadro RTX 6000", "NVIDIA T400 4GB", "NVIDIA A4", ""])
-def test_other_cards_are_not_mistaken_for_known_ones(name: str) -> None:
+def test_unknown_gpu_names_are_not_found(name: str) -> None:
     assert find_gpu(name) is None
 
 
-def test_the_callers_figures_are_the_plans() -> None:
+def test_given_speeds_are_used_in_the_plan() -> None:
     mine = {0: Speed(flops=1e12), "cpu": Speed(2e12, 3e9, 4e-6)}
     plan = graphplan.plan(Tied().eval(), {0: "1MiB", 1: "1MiB", "cpu": "1MiB"}, (IDS,), devices=mine)
     default = read_max_memory({0: 1, 1: 1})
@@ -71,7 +71,7 @@ def test_the_callers_figures_are_the_plans() -> None:
     assert (cpu.flops, cpu.bandwidth, cpu.overhead) == (2e12, 3e9, 4e-6)
 
 
-def test_a_card_may_stand_for_its_figures() -> None:
+def test_gpu_name_sets_datasheet_speeds() -> None:
     budgets = {0: "1MiB", 1: "1MiB", "cpu": "1MiB"}
     plan = graphplan.plan(Tied().eval(), budgets, (IDS,), devices={0: "NVIDIA H100 80GB HBM3", 1: "rtx4090"})
     for key, card in ((0, "H100"), (1, "RTX 4090")):
@@ -81,14 +81,14 @@ def test_a_card_may_stand_for_its_figures() -> None:
         assert plan.topology[key].origin == "datasheet"
 
 
-def test_the_speed_of_a_device_says_all_of_it() -> None:
+def test_speed_of_a_device_round_trips() -> None:
     spec = read_max_memory({0: "1GiB"})[0]
     changed = Speed(2e12, 3e9, 4e-6).applied(spec)
     assert Speed.of(changed).flops == 2e12
     assert Speed.of(spec).applied(changed) == spec
 
 
-def test_a_faster_device_gets_the_work() -> None:
+def test_operations_are_placed_on_the_faster_device() -> None:
     problem = Problem(chain(6, flops=10**10), read_max_memory({0: "1MiB", 1: "1MiB"}), "cpu")
     fast = with_speeds(problem.topology, {1: Speed(flops=1e16)})
     found = place(Problem(problem.graph, fast, "cpu")).evaluation
@@ -96,7 +96,7 @@ def test_a_faster_device_gets_the_work() -> None:
     assert set(found.schedule.assignment.operations.values()) == {1}
 
 
-def test_measurements_find_a_device_under_its_other_name() -> None:
+def test_measurements_match_devices_by_other_spelling() -> None:
     measured = Measurements({0: Speed(flops=5e12), 7: Speed(flops=1.0)}, {(0, "cpu"): Link(1e9, 1e-3)})
     name = read_max_memory({0: 1}).devices[0].device
     topology = with_speeds(read_max_memory({name: "1GiB", "cpu": "1GiB"}), measured)
@@ -106,7 +106,7 @@ def test_measurements_find_a_device_under_its_other_name() -> None:
 
 @pytest.mark.parametrize("written", ["cpu", "cpu:0", torch.device("cpu")])
 @pytest.mark.parametrize("key", ["cpu", "cpu:0"])
-def test_figures_are_for_a_device_by_every_name(written: Any, key: str) -> None:
+def test_speeds_accept_every_spelling_of_a_device(written: Any, key: str) -> None:
     speed, link = Speed(flops=5e12), Link(1e9, 1e-3)
     topology = read_max_memory({"cuda:1": "1GiB", key: "1GiB"})
     assert with_speeds(topology, {written: speed})[key].flops == 5e12
@@ -117,13 +117,13 @@ def test_figures_are_for_a_device_by_every_name(written: Any, key: str) -> None:
     assert named.link("cuda:1", key).bandwidth == 55e9
 
 
-def test_links_that_the_caller_gives_come_before_measured_ones() -> None:
+def test_given_links_override_measured_links() -> None:
     measured = Measurements(links={(0, 1): Link(1e9, 1.0), (1, 0): Link(2e9, 1.0)})
     topology = with_speeds(read_max_memory({0: 1, 1: 1}, {(0, 1): Link(3e9, 0.0)}), measured)
     assert topology.link(0, 1) == topology.link(1, 0) == Link(3e9, 0.0)
 
 
-def test_the_link_to_the_host_is_that_of_the_named_card() -> None:
+def test_host_link_is_that_of_the_named_gpu() -> None:
     budgets = {0: "1GiB", 1: "1GiB", "cpu": "1GiB"}
     topology = with_speeds(read_max_memory(budgets), {0: "H200", 1: Speed(flops=1e12)})
     assert topology.link(0, "cpu").bandwidth == topology.link("cpu", 0).bandwidth == 55e9
@@ -133,7 +133,7 @@ def test_the_link_to_the_host_is_that_of_the_named_card() -> None:
     assert given.link(0, "cpu") == Link(3e9, 0.0)
 
 
-def test_the_link_of_a_card_that_is_here_gives_way_to_measured_and_given_ones(monkeypatch: Any) -> None:
+def test_measured_and_given_links_override_the_datasheet(monkeypatch: Any) -> None:
     monkeypatch.setattr(
         max_memory, "_datasheet", lambda device: find_gpu("T4") if device == "cuda:0" else None
     )
@@ -162,13 +162,13 @@ def test_speeds_are_positive_numbers(figure: Any) -> None:
         (3, "graphplan.Measurements"),
     ],
 )
-def test_devices_that_cannot_be(devices: Any, message: str) -> None:
+def test_invalid_devices_argument_raises(devices: Any, message: str) -> None:
     with pytest.raises(graphplan.DeviceError, match=message):
         with_speeds(read_max_memory({0: 1}), devices)
 
 
 @pytest.mark.parametrize("given", [lambda speeds: speeds, Measurements])
-def test_a_speed_of_the_disk_is_that_of_its_links(given: Any) -> None:
+def test_speed_of_the_disk_raises_and_suggests_links(given: Any) -> None:
     with pytest.raises(graphplan.DeviceError, match=r"devices\['disk'\].* links=\{\('disk', 'cpu'\)"):
         with_speeds(read_max_memory({"disk": 1, "cpu": 1}), given({"disk": Speed(bandwidth=6e9)}))
 
@@ -188,7 +188,7 @@ def test_the_cpu_is_measured(tmp_path: Path) -> None:
     assert "TFLOP/s" in str(measured)
 
 
-def test_the_dtype_is_the_callers() -> None:
+def test_cpu_is_measured_in_the_given_dtype() -> None:
     measured = graphplan.measure_devices({"cpu": MIB}, dtype=torch.float64, repetitions=1, progress=False)
     assert measured.dtypes == {"cpu": "float64"}
 
@@ -207,7 +207,7 @@ def test_simulated_devices_are_not_measured() -> None:
         assert Measurements.from_json(measured.to_json()) == measured
 
 
-def test_devices_that_are_not_here_are_not_measured() -> None:
+def test_measuring_an_absent_device_raises() -> None:
     with pytest.raises(graphplan.DeviceError, match=r"device 97 .* is not here"):
         graphplan.measure_devices({97: "1GiB"})
 
@@ -221,12 +221,12 @@ def test_devices_that_are_not_here_are_not_measured() -> None:
         ('{"format": "graphplan.measurements", "version": 2}', "damaged"),
     ],
 )
-def test_json_that_holds_no_measurements(text: str, message: str) -> None:
+def test_invalid_measurements_json_raises(text: str, message: str) -> None:
     with pytest.raises(graphplan.PlanError, match=message):
         Measurements.from_json(text)
 
 
-def test_damaged_figures_are_found() -> None:
+def test_damaged_speeds_in_json_raise() -> None:
     data = json.loads(Measurements({0: Speed(flops=1.0)}).to_json())
     data["speeds"][0][1]["flops"] = -1.0
     with pytest.raises(graphplan.PlanError, match="damaged"):
@@ -234,14 +234,14 @@ def test_damaged_figures_are_found() -> None:
 
 
 @pytest.mark.parametrize("ends", [[0], [0, "cpu", "cpu"], []])
-def test_links_of_other_than_two_devices_are_found(ends: list[object]) -> None:
+def test_links_without_two_devices_in_json_raise(ends: list[object]) -> None:
     data = json.loads(Measurements(links={(0, "cpu"): Link(1e9)}).to_json())
     data["links"][0][0] = ends
     with pytest.raises(graphplan.PlanError, match="damaged"):
         Measurements.from_json(json.dumps(data))
 
 
-def test_waiting_for_the_processor_is_not_measured_where_one_thread_computes(
+def test_single_thread_timing_excludes_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)

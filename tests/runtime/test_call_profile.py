@@ -42,7 +42,7 @@ def test_every_step_is_measured_once(profile: Profile) -> None:
     assert plan.transfer_bytes > 0
 
 
-def test_measured_times_follow_one_another(profile: Profile) -> None:
+def test_measured_times_do_not_overlap(profile: Profile) -> None:
     events = profile.timeline.events
     assert all(0 <= a.start <= a.end <= b.start <= b.end for a, b in itertools.pairwise(events))
     assert events[-1].end <= profile.seconds
@@ -55,14 +55,14 @@ def test_measured_peaks_are_within_the_estimates(profile: Profile) -> None:
         assert 0 < nbytes <= plan.peak_bytes[key] <= plan.topology[key].memory
 
 
-def test_the_summary_has_both(profile: Profile) -> None:
+def test_summary_shows_estimated_and_measured(profile: Profile) -> None:
     text = str(profile)
     assert "estimated" in text
     assert "measured" in text
     assert len(text.splitlines()) == 4 + len(profile.plan.topology.devices)
 
 
-def test_files(profile: Profile, tmp_path: Path) -> None:
+def test_profile_files_are_valid(profile: Profile, tmp_path: Path) -> None:
     profile.save_trace(tmp_path / "trace.json")
     events = check_trace((tmp_path / "trace.json").read_text(encoding="utf-8"))
     slices = [event for event in events if event["ph"] == "X"]
@@ -77,7 +77,7 @@ def test_files(profile: Profile, tmp_path: Path) -> None:
     assert (tmp_path / "plan.svg").read_text(encoding="utf-8").count("measured peak") == 2
 
 
-def test_a_plan_that_was_profiled_is_the_one_that_runs(profile: Profile) -> None:
+def test_profiled_plan_equals_the_running_plan(profile: Profile) -> None:
     profile.plan.verify()
     assert Plan.from_json(profile.plan.to_json()) == profile.plan
 
@@ -92,7 +92,7 @@ def test_profiling_positional_calls_and_results() -> None:
     assert "-" in found.summary()
 
 
-def test_profiling_runs_no_backward_pass_of_the_model_that_made_an_input() -> None:
+def test_profiling_does_not_run_backward_of_other_models() -> None:
     class Both(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -112,7 +112,7 @@ def test_profiling_runs_no_backward_pass_of_the_model_that_made_an_input() -> No
     assert all(parameter.grad is not None for parameter in trained.parameters())
 
 
-def test_operations_are_counted_without_what_marks_take(profile: Profile) -> None:
+def test_operation_seconds_exclude_the_markers(profile: Profile) -> None:
     took = {e.name: e.end - e.start for e in profile.timeline.events if e.kind == "run"}
     seconds = profile.measured.operation_seconds
     assert seconds.keys() == took.keys()
@@ -122,7 +122,7 @@ def test_operations_are_counted_without_what_marks_take(profile: Profile) -> Non
 
 
 @pytest.mark.parametrize(("told", "left"), [(3.5, 1.5), (2.0, 1.5), (0.9, 2.0)])
-def test_a_device_that_is_behind_the_host_has_no_part_in_marks(told: float, left: float) -> None:
+def test_markers_are_not_subtracted_on_lagging_devices(told: float, left: float) -> None:
     # it began at 1 s; the host had enqueued all of the operation by then, or had not
     start, end = _Mark(lambda: 1.0, 0.5), _Mark(lambda: 3.0, told)
     assert _Measured("run", "op", 0, start, end).without(0.5) == left

@@ -38,7 +38,7 @@ def meta() -> Plain:
         return Plain()
 
 
-def test_a_meta_model_is_filled_from_a_file(tmp_path: Path) -> None:
+def test_meta_model_is_loaded_from_a_file(tmp_path: Path) -> None:
     model = Plain()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     with graphplan.simulate({0: 6000, 1: 6000}) as machine:
@@ -49,7 +49,7 @@ def test_a_meta_model_is_filled_from_a_file(tmp_path: Path) -> None:
             gc.collect()  # simulated memory is freed with the last tensor
 
 
-def test_shards_dtypes_and_ties(tmp_path: Path) -> None:
+def test_sharded_checkpoint_with_ties_and_other_dtypes(tmp_path: Path) -> None:
     model = Tied().double()
     state = {name: t for name, t in model.state_dict().items() if name != "head.weight"}
     names = list(state)
@@ -65,7 +65,7 @@ def test_shards_dtypes_and_ties(tmp_path: Path) -> None:
     assert largest_difference(placed(IDS), model.float()(IDS)) < 1e-5
 
 
-def test_two_values_of_tied_weights(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_differing_tied_weights_warn(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     file, state, eager = tmp_path / "model.safetensors", dict(Tied().state_dict()), Tied()
     for twice, warnings in ((1.0, 0), (2.0, 1)):
         state["head.weight"] = twice * state["embed.weight"]
@@ -90,12 +90,12 @@ def test_only_tied_weights_are_compared(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("given", [["a.safetensors"], {"a.weight": torch.ones(2)}, 3])
-def test_a_checkpoint_is_a_path(given: Any) -> None:
+def test_checkpoint_of_another_type_raises(given: Any) -> None:
     with pytest.raises(graphplan.InputError, match=rf"checkpoint must be .*, not a {type(given).__name__}"):
         graphplan.partition(Plain(), {"cpu": "1GiB"}, (X,), checkpoint=given)
 
 
-def test_names_that_do_not_fit_are_in_one_error(tmp_path: Path) -> None:
+def test_missing_and_unexpected_names_raise_together(tmp_path: Path) -> None:
     state = Plain().state_dict()
     state["surplus"] = torch.ones(2)
     del state["b.bias"]
@@ -117,7 +117,7 @@ class Turned(Plain):
         return super().forward(x * self.angles)
 
 
-def test_buffers_that_no_checkpoint_has_are_made_without_the_weights(tmp_path: Path) -> None:
+def test_missing_nonpersistent_buffers_raise_with_advice(tmp_path: Path) -> None:
     model = Turned()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     with torch.device("meta"):
@@ -131,7 +131,7 @@ def test_buffers_that_no_checkpoint_has_are_made_without_the_weights(tmp_path: P
     assert torch.equal(placed(X), model(X))
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_raise(tmp_path: Path) -> None:
     with pytest.raises(graphplan.InputError, match="no checkpoint at"):
         graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
@@ -178,7 +178,7 @@ def row(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> b
         (row("X"), b"1" * 8, None, "unknown variant `X`"),
     ],
 )
-def test_headers_are_not_believed(
+def test_invalid_headers_raise(
     header: bytes, data: bytes, length: int | None, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(graphplan.CheckpointError, match=f"truncated: .*{message}"):
@@ -202,7 +202,7 @@ def test_headers_agree_with_safetensors(tmp_path: Path) -> None:
         assert torch.equal(found.tensor(header[name]), tensor)
 
 
-def test_a_folder_of_files_without_an_index(tmp_path: Path) -> None:
+def test_folder_of_files_without_an_index(tmp_path: Path) -> None:
     model = Plain()
     state = model.state_dict()
     for name in ("a", "b"):
@@ -227,14 +227,14 @@ def test_a_folder_of_files_without_an_index(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_index_that_is_wrong(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_index_raises(text: str, message: str, tmp_path: Path) -> None:
     save_file({"b": torch.ones(1)}, tmp_path / "part.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(graphplan.CheckpointError, match=message):
         graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
 
 
-def test_every_missing_and_unexpected_name_is_told(tmp_path: Path) -> None:
+def test_error_lists_every_missing_and_unexpected_name(tmp_path: Path) -> None:
     save_file({f"other.{i}": torch.ones(1) for i in range(9)}, tmp_path / "model.safetensors")
     with pytest.raises(graphplan.CheckpointError) as caught:
         graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))
@@ -272,7 +272,7 @@ def test_reads_of_any_size_fill_any_target(chunk: int, tmp_path: Path, monkeypat
     assert sum(seen) == sum(t.numel() * 4 for t in state.values())
 
 
-def test_reads_that_stop_early_go_on(tmp_path: Path, monkeypatch: Any) -> None:
+def test_short_reads_are_continued(tmp_path: Path, monkeypatch: Any) -> None:
     state = {f"t{i}": torch.randn(50) for i in range(5)}
     save_file(state, tmp_path / "t.safetensors")
     pread = os.pread
@@ -291,7 +291,7 @@ def test_reads_that_stop_early_go_on(tmp_path: Path, monkeypatch: Any) -> None:
         read_into(requests_of(tmp_path / "t.safetensors", targets), lambda _: None)
 
 
-def test_a_file_that_changed_since_it_was_opened(tmp_path: Path) -> None:
+def test_file_changed_since_opened_raises(tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     save_file({"t": torch.ones(100)}, path)
     requests = requests_of(path, {"t": torch.zeros(100)})
@@ -303,7 +303,7 @@ def test_a_file_that_changed_since_it_was_opened(tmp_path: Path) -> None:
         read_into(requests, lambda _: None)
 
 
-def test_what_is_streamed_is_read_to_where_it_is_streamed_from(tmp_path: Path) -> None:
+def test_streamed_weights_are_read_into_adjacent_pages(tmp_path: Path) -> None:
     model = Plain()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     pins = {"a.weight": "cpu", "b.weight": "cpu"}
@@ -319,7 +319,7 @@ def test_what_is_streamed_is_read_to_where_it_is_streamed_from(tmp_path: Path) -
         assert [t.nbytes for t in machine.transfers if t.nbytes in {load.nbytes for load in loads}]
 
 
-def test_weights_on_the_cpu_are_in_one_mapping(tmp_path: Path) -> None:
+def test_cpu_weights_share_one_mapping(tmp_path: Path) -> None:
     model = Plain()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     placed = graphplan.partition(meta(), {"cpu": "1GiB"}, (X,), checkpoint=str(tmp_path))

@@ -21,7 +21,7 @@ from graphplan.runtime.profile.operation_benchmark import MOST_BYTES, _case, ope
 SLOW = Efficiency(flops=0.5, bandwidth=0.25)
 
 
-def test_samples_tell_of_arithmetic_and_of_memory_apart() -> None:
+def test_samples_separate_arithmetic_from_memory_efficiency() -> None:
     """On a card of 1 TFLOP/s and 100 GB/s, with 4 µs for each operation."""
     samples = [
         Sample("conv2d", 10**9, 10**6, 2e-3 + 4e-6),
@@ -36,7 +36,7 @@ def test_samples_tell_of_arithmetic_and_of_memory_apart() -> None:
     assert (found["add"].flops, found["add"].bandwidth) == pytest.approx((1.0, 1.0))
 
 
-def test_many_samples_of_a_type_tell_of_an_overhead_of_its_own() -> None:
+def test_many_samples_yield_an_overhead_per_type() -> None:
     """Each takes 50 µs, and twice as long as by the figures: small ones are not taken for inefficient."""
     moved = [(10**size, 50e-6 + 2 * 10**size / CARD.bandwidth) for size in range(3, 9)]
     found = efficiencies([Sample("conv2d", 0, nbytes, seconds) for nbytes, seconds in moved], CARD)
@@ -48,7 +48,7 @@ def test_many_samples_of_a_type_tell_of_an_overhead_of_its_own() -> None:
         assert operation_seconds(operation, spec) == pytest.approx(seconds)
 
 
-def test_operations_cost_what_their_type_reaches() -> None:
+def test_operation_seconds_use_the_types_efficiency() -> None:
     spec = replace(CARD, efficiency={"add": SLOW})
     for target in ("add.Tensor", "add_.Tensor", "add"):
         arithmetic = Operation("a", target, flops=10**9, bytes_accessed=10**6)
@@ -59,12 +59,12 @@ def test_operations_cost_what_their_type_reaches() -> None:
     assert operation_seconds(other, spec) == operation_seconds(other, CARD)
 
 
-def test_an_efficiency_that_cannot_be_is_refused() -> None:
+def test_invalid_efficiency_raises() -> None:
     with pytest.raises(graphplan.DeviceError, match="positive"):
         Efficiency(flops=0.0)
 
 
-def test_a_profile_says_what_the_next_plan_estimates() -> None:
+def test_profiled_efficiency_sets_the_next_estimate() -> None:
     """Linears that take five times their estimate do so in a plan by the profile's figures."""
     model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), torch.randn(256, 512)
     plan = graphplan.plan(model, {"cpu": "1GiB"}, (x,))
@@ -77,7 +77,7 @@ def test_a_profile_says_what_the_next_plan_estimates() -> None:
     assert graphplan.Plan.from_json(again.to_json()).topology["cpu"].efficiency.keys() == {"linear"}
 
 
-def test_simulated_devices_tell_nothing() -> None:
+def test_simulated_devices_yield_no_speeds() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with graphplan.simulate({0: "1MiB", "cpu": "1MiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (torch.ones(2, 64),), pin={"0": "cpu"})
@@ -94,7 +94,7 @@ def test_cases_run_and_are_small() -> None:
         assert case.work().isfinite().all()
 
 
-def test_each_run_of_a_case_reads_other_memory() -> None:
+def test_runs_of_a_case_read_different_memory() -> None:
     """Else the innermost cache has all of it, as it seldom has in a model."""
     read: list[torch.Tensor] = []
 

@@ -8,41 +8,41 @@ import pytest
 
 
 @pytest.mark.parametrize("seed", [53, 175, *range(4)])
-def test_random_modules_are_as_eager(seed: int) -> None:
+def test_random_modules_equal_eager_mode(seed: int) -> None:
     assert campaigns.random_modules(range(seed, seed + 1)).violations == []
 
 
 @pytest.mark.parametrize("seed", [1, 2, 4, pytest.param(5, marks=pytest.mark.slow)])
-def test_random_modules_are_trained_as_in_eager(seed: int) -> None:
+def test_trained_random_modules_equal_eager_mode(seed: int) -> None:
     assert campaigns.trained_modules(range(seed, seed + 1)).violations == []
 
 
 @pytest.mark.parametrize("kind", faults.DAMAGES)
-def test_a_damaged_checkpoint_is_an_error(kind: str) -> None:
+def test_damaged_checkpoint_raises(kind: str) -> None:
     assert faults.check_checkpoint(kind, 0) is None
 
 
 @pytest.mark.parametrize("kind", ["truncated", "overwritten", "replaced"])
-def test_a_file_is_changed_while_it_is_mapped(kind: str) -> None:
+def test_changing_a_mapped_file_raises(kind: str) -> None:
     assert faults.check_mapped(kind) is None
 
 
 @pytest.mark.parametrize("at", [1, 2])
-def test_a_read_fails(at: int) -> None:
+def test_failed_read_raises(at: int) -> None:
     assert faults.check_read_error(at) == (True, None)
 
 
 @pytest.mark.parametrize("at", [1, 4, 9])
 @pytest.mark.parametrize("wide", [False, True])
-def test_an_allocation_of_a_call_is_refused(at: int, wide: bool) -> None:
+def test_failed_allocation_in_a_call_raises(at: int, wide: bool) -> None:
     assert faults.check_refused_call(at, wide=wide, warm=not wide) == (True, None)
 
 
-def test_an_allocation_is_refused_while_placing() -> None:
+def test_failed_allocation_while_placing_raises() -> None:
     assert faults.check_refused_loading(1, None) == (True, None)
 
 
-def test_calls_are_broken_off_anywhere() -> None:
+def test_interrupted_calls_leave_a_usable_module() -> None:
     found = campaigns.interrupted_calls(range(1), step=37)
     assert found.violations == []
     assert found.counts["lines"] > 6

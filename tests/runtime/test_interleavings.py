@@ -79,15 +79,15 @@ def run(machine: Any, calls: list[tuple[str, bool]], *, drop: bool = False) -> l
     ],
     ids=lambda calls: " ".join(f"{stream[-1]}{'w' if wide else 'n'}" for stream, wide in calls),
 )
-def test_every_interleaving_is_right(machine: Any, calls: list[tuple[str, bool]]) -> None:
+def test_every_interleaving_reads_the_right_bytes(machine: Any, calls: list[tuple[str, bool]]) -> None:
     assert explore(run(machine, calls)) is None
 
 
-def test_a_module_that_goes_while_its_work_runs(machine: Any) -> None:
+def test_module_freed_while_its_work_runs(machine: Any) -> None:
     assert explore(run(machine, [("work 0", False), ("work 1", False)], drop=True)) is None
 
 
-def test_the_buffer_grows_on_another_stream_than_calls_run_on(machine: Any) -> None:
+def test_buffer_grown_on_another_stream(machine: Any) -> None:
     with recording(machine) as recorder:
         placed = placed_and_recorded(recorder)
         placed(X)
@@ -101,13 +101,13 @@ def test_the_buffer_grows_on_another_stream_than_calls_run_on(machine: Any) -> N
 
 
 @pytest.mark.parametrize("method", ["copies_wait", "work_waits", "copies_wait_for_all_work", "synchronize"])
-def test_a_protocol_without_one_of_its_waits_is_found(machine: Any, method: str) -> None:
+def test_missing_wait_is_detected(machine: Any, method: str) -> None:
     calls = [("work 0", False), ("work 1", False), ("work 0", True)]
     with patch.object(CudaQueues, method, lambda *_: None):
         assert explore(run(machine, calls)) is not None
 
 
-def test_a_slot_that_is_loaded_too_early_is_found() -> None:
+def test_early_load_is_detected() -> None:
     write, wait = Step("write", "copies", 1, end=4), Step("wait", "work", 2)
     early = [write, Step("record", "copies", 2), wait, Step("read", "work", end=4)]
     assert explore(early) is None

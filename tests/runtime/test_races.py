@@ -93,7 +93,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_broken_schedule_is_found_by_the_clocks_and_by_the_checks(damage: str) -> None:
+def test_broken_schedule_is_detected_by_clocks_and_checks(damage: str) -> None:
     graph = chain(5)
     assignment = Assignment(dict.fromkeys(graph.operations, 0), dict.fromkeys(graph.weights, "cpu"), {0: 2})
     sound = build_schedule(graph, TOPOLOGY, assignment, "cpu")
@@ -167,7 +167,7 @@ def rebuild_with_slots(placed: Any, slots: int, x: torch.Tensor) -> None:
     state.programs[0] = compiler.lower(graphplan.compiler.pipeline.Planned(captured, made, call))
 
 
-def test_a_backward_pass_follows_an_evaluation_that_came_between() -> None:
+def test_backward_after_an_intermediate_forward_has_no_races() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
     x, budgets = torch.ones(1, 32), {0: 64 * KIB, "cpu": 1 << 30}
     pin = {f"{i}.weight": "cpu" for i in range(4)}
@@ -204,7 +204,7 @@ class HastyQueues(ClockedQueues):
 
 
 @pytest.mark.parametrize("queues", [LeakyQueues, HastyQueues])
-def test_a_broken_runtime_is_found(queues: type[ClockedQueues]) -> None:
+def test_broken_queues_are_detected(queues: type[ClockedQueues]) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4))).eval()
     x = torch.ones(1, 32)
     budgets = {0: 64 * KIB, "cpu": 1 << 30}

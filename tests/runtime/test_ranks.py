@@ -113,13 +113,13 @@ def test_architectures_on_two_ranks(two: list[dict[str, str]]) -> None:
     check_equal([cases["architectures"] for cases in two], FIRST)
 
 
-def test_plain_modules_with_skips(three: list[dict[str, str]]) -> None:
+def test_plain_modules_with_skips_on_ranks(three: list[dict[str, str]]) -> None:
     check_equal([cases["plain"] for cases in three], PLAIN)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "stems"), [(2, THREE), (2, REST), (3, FIRST), (3, THREE), (3, REST)])
-def test_the_other_architectures(ranks: int, stems: Sequence[str]) -> None:
+def test_other_architectures_on_two_ranks(ranks: int, stems: Sequence[str]) -> None:
     check_equal(outputs_of(ranks, "architectures", *stems), stems)
 
 
@@ -151,7 +151,7 @@ def test_generation_of_more_families(ranks: int, stems: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dies", pytest.param("stops", marks=pytest.mark.slow)])
-def test_a_rank_that_does_not_answer_is_named(kind: str) -> None:
+def test_silent_rank_is_named_in_errors(kind: str) -> None:
     with Ranks(3, "fault", kind, "1") as group:
         first, last = (said(output)[-1] for output in group.outputs([0, 2]))
     assert re.match(r"ClusterError: rank 0 \(stage 0 of 3\) waited for rank 1 to receive 'linear_\d'", first)
@@ -159,7 +159,7 @@ def test_a_rank_that_does_not_answer_is_named(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_be_reached_ends_all_ranks() -> None:
+def test_unreachable_rank_fails_all_ranks() -> None:
     with Ranks(3, "fault", "unreachable", "1") as group:
         first, middle, last = (said(output)[-1] for output in group.outputs())
     assert re.match(r"ClusterError: rank 0 \(stage 0 of 3\) waited for rank 1 to receive 'linear_\d'", first)
@@ -167,7 +167,7 @@ def test_a_rank_that_cannot_be_reached_ends_all_ranks() -> None:
     assert re.match(r"ClusterError: rank 2 \(stage 2 of 3\) waited for rank 1 to send 'linear_\d'", last)
 
 
-def test_a_rank_with_two_stages_names_the_one_that_waits() -> None:
+def test_rank_with_two_stages_names_the_waiting_one() -> None:
     with Ranks(2, "fault", "dies", "1") as group:
         line = said(group.outputs([0])[0])[-1]
     assert re.match(r"ClusterError: rank 0 \(stage 2 of 4\) waited for rank 1 to send 'linear_\d'", line)
@@ -183,7 +183,7 @@ def test_a_rank_with_two_stages_names_the_one_that_waits() -> None:
         pytest.param("rows", r"InputError: .* one number .*, not a tensor of \[2\]", marks=pytest.mark.slow),
     ],
 )
-def test_an_error_of_the_loss_is_the_ranks_own(loss: str, message: str) -> None:
+def test_error_in_the_loss_is_raised_on_its_rank(loss: str, message: str) -> None:
     with Ranks(2, "fault", loss, "1") as group:
         first, last = (said(output) for output in group.outputs())
     assert re.match(message, last[0]), last
@@ -203,7 +203,7 @@ def test_no_port_is_opened_and_nothing_unpickled(two: list[dict[str, str]]) -> N
         assert re.match(r"2 stages, [1-9]\d* ports, 0 opened$", line), line
 
 
-def test_what_differs_between_ranks_is_found_at_the_start(three: list[dict[str, str]]) -> None:
+def test_differences_between_ranks_raise_at_the_start(three: list[dict[str, str]]) -> None:
     for cases in three:
         budgets, weights, code, numbers, results = said(cases["differs"])
         assert "ClusterError: ranks 0, 2 and rank 1 differ in machines=" in budgets
@@ -213,7 +213,7 @@ def test_what_differs_between_ranks_is_found_at_the_start(three: list[dict[str, 
         assert "ClusterError: ranks 0, 2 and rank 1 differ in return_outputs=" in results
 
 
-def test_what_is_no_batch_is_not_divided(three: list[dict[str, str]]) -> None:
+def test_indivisible_inputs_raise(three: list[dict[str, str]]) -> None:
     for cases in three:
         vector, empty, then, copied, *rows, other = said(cases["no_batches"])
         assert "InputError: input has 1 dimensions, but 2 in the example" in vector
@@ -225,7 +225,7 @@ def test_what_is_no_batch_is_not_divided(three: list[dict[str, str]]) -> None:
 
 
 @pytest.mark.usefixtures("group_of_one")
-def test_a_hook_that_would_see_a_part_of_a_gradient_is_an_error() -> None:
+def test_post_accumulate_hook_on_a_shared_weight_raises() -> None:
     layer = torch.nn.Linear(4, 4)
     handle = layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     shared = SharedGradients({"weight": (0,)})
@@ -237,12 +237,12 @@ def test_a_hook_that_would_see_a_part_of_a_gradient_is_an_error() -> None:
     assert torch.equal(layer.weight.grad, torch.ones(4, 4))
 
 
-def test_calls_that_differ_in_what_is_no_tensor(three: list[dict[str, str]]) -> None:
+def test_calls_that_differ_in_constants_are_detected(three: list[dict[str, str]]) -> None:
     for cases in three:
         assert said(cases["constants"]) == ["True"] * 4
 
 
-def test_calls_that_differ_in_values_that_decide(three: list[dict[str, str]]) -> None:
+def test_calls_that_differ_in_branch_values(three: list[dict[str, str]]) -> None:
     for cases in three:
         *one, apart = said(cases["values"])[:6]
         assert one == ["True"] * 5
@@ -250,12 +250,12 @@ def test_calls_that_differ_in_values_that_decide(three: list[dict[str, str]]) ->
         assert said(cases["values"])[6:] == ["True"] * (3 if TRAINS else 0)
 
 
-def test_calls_of_other_sizes_on_one_rank_are_found(two: list[dict[str, str]]) -> None:
+def test_other_sizes_on_one_rank_raise(two: list[dict[str, str]]) -> None:
     said_by_last = said(two[1]["fault"])[-1]
     assert "rank 1 was called with inputs of other names or sizes than rank 0" in said_by_last
 
 
-def test_weights_come_from_rank_0_or_from_a_checkpoint(two: list[dict[str, str]]) -> None:
+def test_weights_are_sent_by_rank_0_or_read(two: list[dict[str, str]]) -> None:
     kinds = "CheckpointError", "ClusterError: opening the checkpoint failed on rank 0"
     for cases, kind in zip(two, kinds, strict=True):
         *sent, absent, loaded = said(cases["weights"])
@@ -265,14 +265,14 @@ def test_weights_come_from_rank_0_or_from_a_checkpoint(two: list[dict[str, str]]
 
 
 @trains
-def test_a_training_step_has_the_gradients_of_eager(three: list[dict[str, str]]) -> None:
+def test_training_step_gradients_equal_eager_mode(three: list[dict[str, str]]) -> None:
     for cases in three:
         (line,) = said(cases["training"])
         assert float(line.rpartition(" ")[2]) < 1e-5, line
 
 
 @trains
-def test_gradients_end_where_autograd_ends_them(three: list[dict[str, str]]) -> None:
+def test_detached_gradients_equal_eager_mode(three: list[dict[str, str]]) -> None:
     for cases in three:
         *models, rows = said(cases["stopped"])
         assert len(models) == 4
@@ -320,7 +320,7 @@ def test_planned_training_with_two_stages_each_keeps_the_budgets() -> None:
 
 
 @trains
-def test_a_weight_of_two_stages_has_the_gradients_of_both(two: list[dict[str, str]]) -> None:
+def test_shared_weight_sums_gradients_of_both_stages(two: list[dict[str, str]]) -> None:
     for cases in two:
         stages, gradients, weights, kept = said(cases["tied"])
         assert kept == "kept: True"  # what was there before a step that failed
@@ -342,19 +342,19 @@ def check_turns(outputs: Sequence[str], names: str) -> None:
 
 
 @trains
-def test_two_ranks_with_two_stages_each_do_as_eager(two: list[dict[str, str]]) -> None:
+def test_two_stages_per_rank_equal_eager_mode(two: list[dict[str, str]]) -> None:
     check_turns([cases["interleaved"] for cases in two], "UNet turns")
 
 
 @trains
 @pytest.mark.slow
-def test_more_models_with_two_stages_on_each_rank() -> None:
+def test_more_models_with_two_stages_per_rank() -> None:
     names = "forward single generate train grad DenseNet ends"
     check_turns(outputs_of(2, "interleaved_more"), names)
 
 
 @trains
-def test_two_ranks_go_on_from_a_checkpoint_of_three(
+def test_two_ranks_resume_from_checkpoint_of_three(
     two: list[dict[str, str]], three: list[dict[str, str]]
 ) -> None:
     for group, begins in ((three, "after 0 steps, 3 stages"), (two, "after 2 steps, 4 stages")):
@@ -364,7 +364,7 @@ def test_two_ranks_go_on_from_a_checkpoint_of_three(
             assert float(line.rpartition(" ")[2]) < 1e-5, line
 
 
-def test_all_ranks_have_one_measured_timeline(three: list[dict[str, str]], traces: Path) -> None:
+def test_all_ranks_return_the_same_profile(three: list[dict[str, str]], traces: Path) -> None:
     expected = ["gpipe: 3 stages", "interleaved: 6 stages"]
     assert [said(cases["profile"]) for cases in three] == [expected] * 3
     for schedule, stages in (
@@ -381,7 +381,7 @@ def test_all_ranks_have_one_measured_timeline(three: list[dict[str, str]], trace
 
 @trains
 @pytest.mark.slow
-def test_torchrun_goes_on_from_the_checkpoint_after_a_rank_died(tmp_path: Path) -> None:
+def test_torchrun_resumes_from_checkpoint_after_rank_failure(tmp_path: Path) -> None:
     options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, str(WORKER)]
     ended = subprocess.run(
@@ -400,7 +400,7 @@ def test_torchrun_goes_on_from_the_checkpoint_after_a_rank_died(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_a_process_grows_by_its_own_stage(tmp_path: Path) -> None:
+def test_process_memory_grows_by_its_stage_alone(tmp_path: Path) -> None:
     """Of a model of 1 GB, read from a checkpoint: by a tenth more, and what a small model takes, at most."""
     for _ in range(2):  # rank 0 writes the checkpoint the first time, and is larger for it
         with Ranks(2, "memory", str(tmp_path / "llama")) as group:
@@ -411,6 +411,6 @@ def test_a_process_grows_by_its_own_stage(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(TRAINS, reason="of older torch")
-def test_older_torch_refuses_to_train() -> None:
+def test_training_with_older_torch_raises() -> None:
     for output in outputs_of(2, "planned", "gpipe", "2MiB"):
         assert "training over machines needs torch 2.12 or newer" in output

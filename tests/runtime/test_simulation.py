@@ -65,7 +65,7 @@ def test_branches_under_a_mode_of_the_user() -> None:
         assert found.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_devices_do_not_mix() -> None:
+def test_mixed_devices_raise() -> None:
     with simulate({0: "1MiB", 1: "1MiB"}):
         a, b = torch.ones(3, device="sim:0"), torch.ones(3, device="sim:1")
         with pytest.raises(RuntimeError, match=r"same device, but found \['sim:0', 'sim:1'\]"):
@@ -75,7 +75,7 @@ def test_devices_do_not_mix() -> None:
         assert float((a + torch.tensor(1.0)).sum()) == 6  # a zero-dimensional CPU tensor may
 
 
-def test_capacity_is_kept() -> None:
+def test_exceeding_the_capacity_raises() -> None:
     with simulate({0: 1024}) as machine:
         kept = torch.ones(128, device="sim:0")
         with pytest.raises(
@@ -87,7 +87,7 @@ def test_capacity_is_kept() -> None:
         del kept
 
 
-def test_only_named_devices_exist() -> None:
+def test_absent_devices_raise() -> None:
     with simulate({1: 1024}) as machine:
         with pytest.raises(graphplan.DeviceError, match="no simulated device sim:0"):
             torch.ones(1, device="sim:0")
@@ -97,7 +97,7 @@ def test_only_named_devices_exist() -> None:
             graphplan.partition(nn.Linear(2, 2), {0: "1GiB"}, (torch.ones(1, 2),))
 
 
-def test_bad_capacities() -> None:
+def test_invalid_capacities_raise() -> None:
     with pytest.raises(graphplan.BudgetError, match=r"^capacities is empty"), simulate({}):
         pass
     with pytest.raises(graphplan.DeviceError, match="'cuda:0'"), simulate({"cuda:0": 10}):
@@ -106,7 +106,7 @@ def test_bad_capacities() -> None:
         pass
 
 
-def test_links_and_workspace_are_read_as_elsewhere() -> None:
+def test_links_and_workspace_are_read_as_in_partition() -> None:
     bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (graphplan.DeviceError, "links must map .* graphplan.Link", {"links": {(0, "cpu"): 5}}),
         (graphplan.DeviceError, "links names 7, which is not in capacities", {"links": {(0, 7): Link()}}),
@@ -122,7 +122,7 @@ def test_links_and_workspace_are_read_as_elsewhere() -> None:
         assert graphplan.plan(nn.Linear(4, 4), args=(torch.ones(1, 4),)).topology.link("cpu", 0) is link
 
 
-def test_integer_keys_mean_simulated_devices_inside_only() -> None:
+def test_integer_keys_are_simulated_devices_only_inside() -> None:
     outside = accelerator_type()
     with simulate({0: 10, "cpu": 7}, {(0, "cpu"): Link(1.0, 2.0)}) as machine:
         assert accelerator_type() == "sim"
@@ -144,7 +144,7 @@ def test_modules_copies_and_gradients() -> None:
         assert torch.equal(layer(x.to("sim:0")).cpu(), layer.cpu()(x))
 
 
-def test_tensors_are_made_of_simulated_numbers() -> None:
+def test_torch_tensor_accepts_simulated_scalars() -> None:
     """As Qwen2-VL makes the lengths of its images."""
     with graphplan.simulate({0: "1MiB"}):
         numbers = torch.tensor([3, 4], device="sim:0")
@@ -155,7 +155,7 @@ def test_tensors_are_made_of_simulated_numbers() -> None:
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-def test_layers_that_turn_their_results_in_place(layer: Any) -> None:
+def test_fused_layers_keep_result_strides(layer: Any) -> None:
     torch.manual_seed(0)
     recurrent, x = layer(8, 16, 2, batch_first=True, bidirectional=True), torch.randn(2, 7, 8)
     with torch.no_grad():
@@ -194,7 +194,7 @@ def test_inference_mode_counts_copies_and_makes_views() -> None:
             assert torch.equal((buffer[2:5] + moved[2:5]).cpu(), torch.arange(8.0)[2:5] * 2)
 
 
-def test_tensors_of_the_cpu_stay_inference_tensors() -> None:
+def test_cpu_inference_tensors_stay_inference_tensors() -> None:
     with torch.inference_mode():
         before = torch.zeros(3)
         with graphplan.simulate({0: "1MiB"}):
@@ -209,7 +209,7 @@ def test_tensors_of_the_cpu_stay_inference_tensors() -> None:
             )
 
 
-def test_want_of_memory_in_a_backward_pass_is_an_error() -> None:
+def test_out_of_memory_in_backward_raises() -> None:
     """Raised in a thread of autograd, it ended the process."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
@@ -237,7 +237,7 @@ def test_sizes_of_packed_sequences_are_on_the_cpu() -> None:
             assert sizes.device.type == "cpu"
 
 
-def test_a_copied_parameter_has_no_gradient() -> None:
+def test_deepcopied_parameter_has_no_gradient() -> None:
     """As of ``nn.Parameter``; that of another tensor is copied."""
     with simulate({0: "1MiB"}):
         parameter, tensor = nn.Parameter(torch.ones(3, device="sim:0")), torch.ones(3, device="sim:0")
@@ -251,7 +251,7 @@ def test_a_copied_parameter_has_no_gradient() -> None:
         assert copy.deepcopy(parameter, {id(parameter): other}) is other
 
 
-def test_copies_take_memory_of_their_own() -> None:
+def test_deepcopies_allocate_memory() -> None:
     # those of tensors that are no parameters took none
     with simulate({0: "1MiB"}) as machine:
         tensor = torch.zeros(1024, device="sim:0")
@@ -265,7 +265,7 @@ def test_copies_take_memory_of_their_own() -> None:
         assert machine.live_bytes(0) == 4096
 
 
-def test_fake_tensors_take_nothing() -> None:
+def test_fake_tensors_allocate_nothing() -> None:
     with graphplan.simulate({0: 1024}) as machine, FakeTensorMode():
         assert torch.empty(1000, device="sim:0").shape == (1000,)
         assert machine.peak_bytes(0) == 0

@@ -65,7 +65,7 @@ def assert_same(placed: nn.Module, model: nn.Module) -> None:
     assert largest_difference(ours, dict(model.state_dict())) == 0
 
 
-def test_an_arena_is_as_large_as_its_weights() -> None:
+def test_arena_has_the_size_of_its_weights() -> None:
     likes = [torch.ones(7, 3), torch.ones(1000, dtype=torch.bfloat16), torch.ones(4, 6).t(), torch.ones(0, 2)]
     likes.append(torch.tensor(True))
     arena = Arena(torch.device("cpu"), sum(round_up(t.numel() * t.element_size()) for t in likes))
@@ -82,12 +82,12 @@ def test_an_arena_is_as_large_as_its_weights() -> None:
     assert at == arena.bytes.data_ptr() + arena.bytes.numel()
 
 
-def test_strides_with_gaps_are_closed() -> None:
+def test_reserved_tensors_have_dense_strides() -> None:
     arena = Arena(torch.device("cpu"), 1024)
     assert arena.reserve(torch.ones(4, 8)[:, ::2]).stride() == (4, 1)
 
 
-def test_the_arena_lives_as_long_as_any_of_its_weights() -> None:
+def test_arena_is_freed_with_its_last_weight() -> None:
     with graphplan.simulate({0: 4096}) as machine:
         arena = Arena(torch.device("sim:0"), 2048)
         first, second = (arena.reserve(torch.ones(100)) for _ in range(2))
@@ -104,7 +104,7 @@ def test_the_arena_lives_as_long_as_any_of_its_weights() -> None:
         assert machine.live_bytes(0) == 0
 
 
-def test_warming_reserves_the_planned_activations_and_no_more() -> None:
+def test_warming_reserves_exactly_the_planned_activations() -> None:
     model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), torch.randn(32, 64)
     with graphplan.simulate({0: "70KiB", 1: "110KiB"}) as machine:
         for warm in (False, True):
@@ -119,7 +119,7 @@ def test_warming_reserves_the_planned_activations_and_no_more() -> None:
             gc.collect()
 
 
-def test_no_room_is_an_error_that_says_how_much() -> None:
+def test_placing_without_room_raises_with_bytes() -> None:
     with (
         graphplan.simulate({0: 4096}),
         pytest.raises(graphplan.SimulatedOutOfMemoryError, match=r"8\.0 KiB"),
@@ -138,7 +138,7 @@ def test_planned_bytes_are_measured_bytes() -> None:
         assert_same(placed, model)
 
 
-def test_every_weight_has_a_storage_of_its_own() -> None:
+def test_every_weight_has_a_separate_storage() -> None:
     with placed_model() as (placed, _, machine):
         found = storages(placed)
         assert len({storage.data_ptr() for storage in found}) == len(found)
@@ -183,7 +183,7 @@ def in_an_arena(model: nn.Module) -> nn.Module:
     return copied
 
 
-def test_safetensors_takes_the_state_dict_and_the_model(tmp_path: Path) -> None:
+def test_safetensors_saves_state_dict_and_model(tmp_path: Path) -> None:
     with placed_model() as (placed, model, _):
         state = {name: tensor.cpu().contiguous() for name, tensor in placed.state_dict().items()}
         save_file({n: t for n, t in state.items() if n != "tied.weight"}, tmp_path / "file.safetensors")
@@ -213,7 +213,7 @@ def test_saving_one_weight_writes_that_weight() -> None:
         assert len(file.getvalue()) < bytes_of(model) + 1024 * (3 + len(model.state_dict()))
 
 
-def test_copies_are_apart() -> None:
+def test_copies_are_independent() -> None:
     with placed_model() as (placed, model, machine):
         live = machine.live_bytes(0)
         model_copy = copy.deepcopy(placed)
@@ -260,7 +260,7 @@ class Writing(nn.Module):
     ],
 )
 @pytest.mark.full_search
-def test_what_fitted_tightly_fits_again_after_pickling(budgets: dict) -> None:
+def test_tight_placement_is_repeated_after_pickling(budgets: dict) -> None:
     x = torch.randn(8, 32)
     with graphplan.simulate(budgets) as machine:
         placed = graphplan.partition(Writing().train(), machine.max_memory, (x,))
@@ -288,7 +288,7 @@ def test_pickled_modules_are_placed_again() -> None:
         assert again.tied.weight is again.first.weight
 
 
-def test_load_state_dict_writes_where_weights_are() -> None:
+def test_load_state_dict_writes_in_place() -> None:
     other = Layered().eval()
     with placed_model() as (placed, _, machine):
         live, places = machine.live_bytes(0), [s.data_ptr() for s in storages(placed)]
@@ -300,7 +300,7 @@ def test_load_state_dict_writes_where_weights_are() -> None:
         assert largest_difference(placed(X), other(X)) < 1e-5
 
 
-def test_sharing_with_other_processes_is_an_error_that_says_what_to_do() -> None:
+def test_share_memory_raises_with_advice() -> None:
     with graphplan.simulate({0: 1 << 20, "cpu": 1 << 30}) as machine:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
         placed = graphplan.partition(model, machine.max_memory, (X,), pin={"0.weight": "cpu"})
@@ -309,7 +309,7 @@ def test_sharing_with_other_processes_is_an_error_that_says_what_to_do() -> None
         assert graphplan.unplace(placed).share_memory()[0].weight.is_shared()
 
 
-def test_the_plain_model_takes_no_memory_of_accelerators() -> None:
+def test_unplaced_model_uses_no_accelerator_memory() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
     with placed_model(model) as (placed, _, machine):
         live = machine.live_bytes(0)
@@ -320,7 +320,7 @@ def test_the_plain_model_takes_no_memory_of_accelerators() -> None:
         assert largest_difference(plain(X), model(X)) < 1e-5
 
 
-def test_two_parameters_over_one_memory_are_one_weight_of_the_plain_model_too() -> None:
+def test_unplaced_parameters_over_one_memory_stay_shared() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).eval()
     model[1].weight = nn.Parameter(model[0].weight.data)
     with placed_model(model) as (placed, _, _):
@@ -330,7 +330,7 @@ def test_two_parameters_over_one_memory_are_one_weight_of_the_plain_model_too() 
 
 
 @pytest.mark.filterwarnings("ignore:Complex modules")
-def test_a_conjugate_over_the_same_memory_is_another_weight() -> None:
+def test_conjugate_view_is_a_separate_weight() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False, dtype=torch.cfloat) for _ in range(2)))
     model[1].weight = nn.Parameter(model[0].weight.data.conj())
     x = torch.randn(2, 4, dtype=torch.cfloat)
@@ -340,7 +340,7 @@ def test_a_conjugate_over_the_same_memory_is_another_weight() -> None:
         torch.testing.assert_close(graphplan.unplace(placed)(x), model(x))
 
 
-def test_what_saves_and_looks_for_ties_in_transformers(tmp_path: Path) -> None:
+def test_transformers_finds_ties_and_saves_placed_models(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.pytorch_utils import id_tensor_storage
 

@@ -64,7 +64,7 @@ def streamed(model: nn.Module | None = None, **options: Any) -> Iterator[tuple[A
         yield placed, model, machine
 
 
-def test_values_bytes_and_copies() -> None:
+def test_streamed_values_bytes_and_copies() -> None:
     with streamed() as (placed, model, machine):
         plan = placed.plan
         assert len(list(plan.schedule.loads())) == DEPTH
@@ -76,7 +76,7 @@ def test_values_bytes_and_copies() -> None:
         assert machine.peak_bytes(0) == plan.peak_bytes[0]
 
 
-def test_nothing_is_kept_where_nothing_is_streamed() -> None:
+def test_no_prefetch_buffer_without_streaming() -> None:
     with streamed(pin={}) as (placed, _, machine):
         assert placed.plan.schedule.prefetch_buffers == ()
         assert placed._graphplan.streams.storages == {}
@@ -85,7 +85,7 @@ def test_nothing_is_kept_where_nothing_is_streamed() -> None:
         assert machine.live_bytes(0) == placed.plan.peaks[0].weights
 
 
-def test_weights_of_a_segment_are_moved_in_one_copy() -> None:
+def test_segment_is_moved_in_one_copy() -> None:
     pin = {**PIN, **{f"blocks.{i}.bias": "cpu" for i in range(DEPTH)}}
     with streamed(pin=pin) as (placed, model, machine):
         assert all(len(load.weights) == 2 for load in placed.plan.schedule.loads())
@@ -117,7 +117,7 @@ class Tied(nn.Module):
         return self.second(self.first(x, self.w, self.b), self.w, self.c)
 
 
-def test_a_weight_that_two_devices_stream_is_copied_as_planned() -> None:
+def test_weight_streamed_to_two_devices_is_copied_as_planned() -> None:
     """It lies beside the bias of the first layer, not beside that of the second."""
     model, pin = Tied(), {"w": "cpu", "b": "cpu", "c": "cpu", "first": 0, "second": 1}
     with graphplan.simulate({0: 1 << 16, 1: 1 << 16, "cpu": 1 << 30}) as machine:
@@ -127,7 +127,7 @@ def test_a_weight_that_two_devices_stream_is_copied_as_planned() -> None:
         assert largest_difference(run_placed(machine, placed, (X,)), model(X)) < 1e-6
 
 
-def test_the_code_shows_the_streams() -> None:
+def test_generated_code_shows_the_streams() -> None:
     with streamed() as (placed, _, _):
         code = placed.code
         assert code.count(".load(") == DEPTH
@@ -137,7 +137,7 @@ def test_the_code_shows_the_streams() -> None:
         assert ".to('sim:0')" in code  # the input
 
 
-def test_parameters_are_the_models_own() -> None:
+def test_parameters_have_the_models_names_and_values() -> None:
     with streamed() as (placed, model, _):
         assert list(placed.state_dict()) == list(model.state_dict())
         for name, tensor in placed.state_dict().items():
@@ -149,7 +149,7 @@ def test_parameters_are_the_models_own() -> None:
             assert float(model.blocks[0].weight.abs().max()) > 0
 
 
-def test_changes_of_cpu_parameters_are_seen() -> None:
+def test_changed_cpu_parameters_are_seen() -> None:
     with streamed() as (placed, model, _):
         placed(X)
         with torch.no_grad():
@@ -161,7 +161,7 @@ def test_changes_of_cpu_parameters_are_seen() -> None:
         assert largest_difference(placed(X), other(X)) < 1e-5
 
 
-def test_a_replaced_parameter_is_read_where_it_is() -> None:
+def test_replaced_parameter_is_read_in_place() -> None:
     with streamed() as (placed, model, _):
         new = torch.randn(WIDTH, WIDTH)
         placed.blocks[1].weight.data = new.clone()
@@ -175,7 +175,7 @@ def test_a_replaced_parameter_is_read_where_it_is() -> None:
 
 @pytest.mark.filterwarnings("ignore:Complex modules")
 @pytest.mark.parametrize("turned", [torch.t, torch.Tensor.conj])
-def test_a_parameter_whose_data_becomes_a_view_of_itself_is_read_so(turned: Any) -> None:
+def test_parameter_data_replaced_by_a_view_is_read(turned: Any) -> None:
     dtype = torch.complex64 if turned is torch.Tensor.conj else torch.float32
     model, x = Blocks().eval().to(dtype), X.to(dtype)
     with streamed(model, args=(x,)) as (placed, _, _):
@@ -197,7 +197,7 @@ def test_two_parameters_over_one_memory_stay_one_weight() -> None:
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_a_call_within_a_backward_pass_is_an_error_and_the_next_step_is_right(trains: bool) -> None:
+def test_call_during_backward_raises_and_next_step_is_right(trains: bool) -> None:
     eager = Blocks()
 
     def call(_: Any) -> None:
@@ -216,7 +216,7 @@ def test_a_call_within_a_backward_pass_is_an_error_and_the_next_step_is_right(tr
             assert torch.allclose(mine.grad.cpu(), theirs.grad, atol=1e-5)
 
 
-def test_converted_parameters_are_refused() -> None:
+def test_converted_parameters_raise() -> None:
     with streamed() as (placed, _, _):
         placed.blocks[1].weight.data = placed.blocks[1].weight.data.double()
         with pytest.raises(graphplan.PlanError, match=r"'blocks.1.weight' is torch.float64"):
@@ -225,7 +225,7 @@ def test_converted_parameters_are_refused() -> None:
         placed(X)
 
 
-def test_a_copy_has_a_prefetch_buffer_of_its_own() -> None:
+def test_copy_has_a_separate_prefetch_buffer() -> None:
     with streamed() as (placed, model, machine):
         placed(X)
         gc.collect()
@@ -252,7 +252,7 @@ def test_pickling_keeps_the_plan() -> None:
         assert list(again.plan.schedule.loads()) == list(placed.plan.schedule.loads())
 
 
-def test_saving_one_weight_writes_its_bytes_alone(tmp_path: Any) -> None:
+def test_saving_one_weight_writes_only_its_bytes(tmp_path: Any) -> None:
     from safetensors.torch import load_file, save_model
 
     with streamed() as (placed, _model, _):
@@ -311,7 +311,7 @@ def test_after_an_interrupt_the_next_call_is_right() -> None:
             assert largest_difference(run_placed(machine, placed, (X,)), model(X)) < 1e-5
 
 
-def test_structures_alternate_and_share_one_prefetch_buffer() -> None:
+def test_structures_share_one_prefetch_buffer() -> None:
     with streamed() as (placed, model, machine):
         calls: list[dict[str, Any]] = [{"x": X}, {"x": X, "deep": True}, {"x": X[:1]}]
         for _ in range(3):
@@ -342,7 +342,7 @@ class Two(nn.Module):
         return (self.large if large else self.small)(x)
 
 
-def test_a_further_structure_may_need_a_larger_prefetch_buffer() -> None:
+def test_later_structure_enlarges_the_prefetch_buffer() -> None:
     model = Two().eval()
     pin = {"small.weight": "cpu", "large.weight": "cpu"}
     with streamed(model, pin=pin) as (placed, _, machine):
@@ -362,7 +362,7 @@ def test_a_further_structure_may_need_a_larger_prefetch_buffer() -> None:
             plan.verify()
 
 
-def test_a_further_structure_keeps_the_budgets_of_the_first() -> None:
+def test_infeasible_later_structure_raises() -> None:
     model = Two().eval()
     pin = {"small.weight": "cpu", "large.weight": "cpu"}
     with streamed(model, pin=pin) as (placed, _, _):
@@ -374,7 +374,7 @@ def test_a_further_structure_keeps_the_budgets_of_the_first() -> None:
 
 
 @pytest.mark.parametrize("pin", [PIN, {}])
-def test_threads_take_turns(pin: dict[str, Any]) -> None:
+def test_threads_run_one_at_a_time(pin: dict[str, Any]) -> None:
     calls, count = 4, 3
     with streamed(pin=pin) as (placed, model, machine):
         inputs = [X + i for i in range(count)]
@@ -426,7 +426,7 @@ def held_by_a_thread(lock: CallLock, seconds: float) -> Iterator[None]:
     thread.join()
 
 
-def test_a_child_of_a_fork_does_not_wait_for_the_turn_of_its_parents_thread() -> None:
+def test_forked_child_does_not_wait_for_parents_lock() -> None:
     lock = CallLock()
     with held_by_a_thread(lock, 60):
         child = os.fork()
@@ -438,7 +438,7 @@ def test_a_child_of_a_fork_does_not_wait_for_the_turn_of_its_parents_thread() ->
     assert status == 0
 
 
-def test_a_thread_that_waits_long_for_its_turn_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_wait_for_the_lock_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module_state, "_LONG", 0.01)
     lock, said = CallLock(), "run them one after the other"
     with held_by_a_thread(lock, 0.3), pytest.warns(graphplan.GraphplanWarning, match=said), lock:
@@ -446,7 +446,7 @@ def test_a_thread_that_waits_long_for_its_turn_says_so(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_copies_that_come_late_are_waited_for(seed: int) -> None:
+def test_delayed_copies_are_waited_for(seed: int) -> None:
     pin = {"small.weight": "cpu", "large.weight": "cpu"}
     model, draw = Two().eval(), random.Random(seed)
     with torch.no_grad(), streamed(model, pin=pin) as (placed, _, _):
@@ -462,7 +462,7 @@ def test_copies_that_come_late_are_waited_for(seed: int) -> None:
             ].queues.synchronize()  # before the host writes
 
 
-def test_with_gradients_weights_are_copied_one_by_one() -> None:
+def test_weights_are_copied_separately_with_gradients() -> None:
     with streamed(grad=True) as (placed, model, _):
         assert placed.plan.schedule.prefetch_buffers == ()
         assert len(placed.plan.streams) == DEPTH
@@ -474,7 +474,7 @@ def test_with_gradients_weights_are_copied_one_by_one() -> None:
             assert largest_difference(ours.grad.cpu(), theirs.grad) < 1e-4
 
 
-def test_a_weight_that_is_returned_is_not_streamed() -> None:
+def test_returned_weight_is_not_streamed() -> None:
     class Returning(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -489,7 +489,7 @@ def test_a_weight_that_is_returned_is_not_streamed() -> None:
         assert largest_difference(run_placed(machine, placed, (X,)), model(X)) < 1e-5
 
 
-def test_unusual_layouts_and_dtypes() -> None:
+def test_unusual_layouts_and_dtypes_are_streamed() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -509,7 +509,7 @@ def test_unusual_layouts_and_dtypes() -> None:
         assert placed.conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_memory_is_free_with_the_module() -> None:
+def test_memory_is_freed_with_the_module() -> None:
     with streamed() as (placed, _, machine):
         gc.collect()
         kept = machine.live_bytes(0)

@@ -46,7 +46,7 @@ class Named(nn.Module):
 
 @pytest.mark.parametrize("kind", ["child", "parameter", "buffer"])
 @ALL
-def test_any_name_may_be_a_childs(names: list[str], kind: str) -> None:
+def test_child_modules_may_have_any_name(names: list[str], kind: str) -> None:
     model = Named(names, kind).eval()
     room = int(0.7 * bytes_of(model)) + 16384
     with graphplan.simulate({0: 4 * room, 1: 4 * room}) as machine, torch.no_grad():
@@ -74,7 +74,7 @@ def test_any_name_may_be_a_childs(names: list[str], kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, "graphplan"])
-def test_any_name_may_be_a_childs_without_example_inputs(name: str) -> None:
+def test_child_names_are_free_without_example_inputs(name: str) -> None:
     model = nn.Sequential()
     model.add_module(name, nn.BatchNorm1d(16))
     model.add_module("last", nn.Linear(16, 16))
@@ -85,7 +85,7 @@ def test_any_name_may_be_a_childs_without_example_inputs(name: str) -> None:
 
 
 @ALL
-def test_models_that_hooks_run_may_have_any_name(names: list[str]) -> None:
+def test_child_names_are_free_in_models_without_graphs(names: list[str]) -> None:
     model = Named(names, by_data=True).eval()
     with graphplan.simulate({0: "1MiB"}) as machine, warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore", graphplan.GraphplanWarning)
@@ -104,7 +104,7 @@ class Profiled(nn.Linear):
         return "mine"
 
 
-def test_short_names_serve_where_the_model_has_none() -> None:
+def test_view_attributes_do_not_hide_model_attributes() -> None:
     placed = graphplan.partition(Profiled(16, 16), {"cpu": "1MiB"}, (X,))
     assert placed.profile() == "mine"
     assert placed.plan is placed.graphplan.plan
@@ -140,7 +140,7 @@ class Doubled(Registered, name="doubled"):
         return self.layer(x)
 
 
-def test_classes_that_graphplan_makes_are_not_announced_to_the_models_own() -> None:
+def test_derived_classes_do_not_call_init_subclass() -> None:
     model = Doubled(Doubled(nn.Linear(16, 16))).eval()
     with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
         placed: Any = graphplan.partition(model, machine.max_memory, (X,))
@@ -165,7 +165,7 @@ class Table(dict[str, int], nn.Module):
         return self.layer(x) * self["factor"]
 
 
-def test_a_module_that_is_a_dict() -> None:
+def test_module_that_subclasses_dict_is_placed() -> None:
     model = Table().eval()
     with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, (X,))
@@ -197,7 +197,7 @@ class Doubles(Scales, by=2):
 
 
 @pytest.mark.parametrize("model", [Doubles(), nn.Sequential(Doubles())])
-def test_a_module_whose_first_base_is_abstract(model: nn.Module) -> None:
+def test_module_with_abstract_first_base_is_placed(model: nn.Module) -> None:
     with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, (X,))
         assert largest_difference(placed(X), model(X)) < 1e-6

@@ -159,7 +159,7 @@ def appends(fc: Any, x: torch.Tensor, history: Any) -> torch.Tensor:
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-def test_what_a_module_puts_into_its_inputs_is_there(layer: Any, context: Any, budgets: Any) -> None:
+def test_items_added_to_inputs_are_kept(layer: Any, context: Any, budgets: Any) -> None:
     compare(each, layer, budgets, X, context)
 
 
@@ -180,7 +180,7 @@ def test_tensors_in_objects_of_any_class_are_moved(budgets: Any) -> None:
 
 @pytest.mark.parametrize("budgets", BUDGETS)
 @pytest.mark.parametrize("kind", [Bag, lambda h: torch.distributions.Normal(h, h.abs() + 1)])
-def test_results_of_any_class_are_where_the_inputs_are(kind: Callable[..., Any], budgets: Any) -> None:
+def test_results_of_any_class_are_on_the_inputs_device(kind: Callable[..., Any], budgets: Any) -> None:
     def outer(layers: Any, x: torch.Tensor) -> Any:
         return [layer(x) for layer in layers]
 
@@ -201,7 +201,7 @@ def test_results_of_any_class_are_where_the_inputs_are(kind: Callable[..., Any],
 
 
 @pytest.mark.parametrize("budgets", BUDGETS)
-def test_a_container_stays_the_one_that_it_was(budgets: Any) -> None:
+def test_containers_keep_their_identity(budgets: Any) -> None:
     def outer(layers: Any, x: torch.Tensor) -> Any:
         context: dict[str, Any] = {"x": x, "seen": []}
         context["itself"] = context
@@ -274,15 +274,13 @@ WRITING = [
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("budgets", BUDGETS)
 @pytest.mark.parametrize(("outer", "layer"), WRITING)
-def test_what_a_module_writes_to_its_inputs_is_there(
-    outer: Any, layer: Any, budgets: Any, inference: bool
-) -> None:
+def test_writes_to_inputs_are_kept(outer: Any, layer: Any, budgets: Any, inference: bool) -> None:
     compare(outer, layer, budgets, X, inference=inference)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("budgets", BUDGETS)
-def test_gradients_pass_through_what_is_written(budgets: Any, frozen: bool) -> None:
+def test_gradients_flow_through_writes_to_inputs(budgets: Any, frozen: bool) -> None:
     def layer(fc: Any, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             x.clamp_(max=1.0)
@@ -311,7 +309,7 @@ def test_gradients_pass_through_what_is_written(budgets: Any, frozen: bool) -> N
     ("made", "message"),
     [(lambda: X.clone().requires_grad_(), "a leaf Variable"), (lambda: X[:1].expand(4, 16), "single memory")],
 )
-def test_what_cannot_be_written_in_eager_is_an_error(made: Any, message: str, budgets: Any) -> None:
+def test_invalid_writes_raise_as_in_eager_mode(made: Any, message: str, budgets: Any) -> None:
     def layer(fc: Any, x: torch.Tensor) -> torch.Tensor:
         return doubles(fc, x) if float(x.detach().sum()) != 0 else fc(x)
 
@@ -330,7 +328,7 @@ class Required(OrderedDict[str, Any]):
 
 
 @pytest.mark.parametrize("kind", [Keyed, Required, Named, State, list, deque, lambda h: (h, [h])])
-def test_results_are_where_the_inputs_are(kind: Callable[..., Any]) -> None:
+def test_results_are_on_the_inputs_device(kind: Callable[..., Any]) -> None:
     def outer(layers: Any, x: torch.Tensor) -> Any:
         return [layer(x) for layer in layers]
 
@@ -342,7 +340,7 @@ def test_results_are_where_the_inputs_are(kind: Callable[..., Any]) -> None:
         compare(outer, layer, budgets, X)
 
 
-def test_after_an_interrupt_the_callers_containers_are_as_before() -> None:
+def test_interrupt_restores_the_callers_containers() -> None:
     # torch calls no hook after one: the batch was left on the accelerator
     def stops(fc: Any, x: torch.Tensor, context: Any) -> torch.Tensor:
         context["new"] = x = fc(x) + context["h"]
@@ -371,7 +369,7 @@ class Flattened:
         self.h = h
 
 
-def test_a_class_that_is_flattened_to_a_new_dict_is_moved() -> None:
+def test_class_flattened_to_a_new_dict_is_moved() -> None:
     register_pytree_node(
         Flattened, lambda one: ([dict(vars(one))], None), lambda own, _: Flattened(**next(iter(own)))
     )
@@ -388,7 +386,7 @@ def test_a_class_that_is_flattened_to_a_new_dict_is_moved() -> None:
         assert largest_difference([found[0]], [expected[0]]) < 1e-5
 
 
-def test_results_come_to_the_device_of_tensors_in_objects() -> None:
+def test_results_are_moved_to_device_of_nested_tensors() -> None:
     def outer(layers: Any, bag: Any) -> torch.Tensor:
         return in_turn(layers, bag.store.h)
 
@@ -426,7 +424,7 @@ class Remembering(nn.Module):
         return self.second(h), memory, both
 
 
-def test_objects_that_a_module_keeps_and_returns_stay_on_its_device() -> None:
+def test_objects_kept_and_returned_stay_on_module_device() -> None:
     # the second call was an error: the object that the module computes with had come to the caller's device
     model = Remembering().eval()
     with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():

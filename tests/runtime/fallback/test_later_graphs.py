@@ -54,7 +54,7 @@ def machine() -> Iterator[Any]:
         yield machine
 
 
-def test_later_calls_have_graphs(machine: Any) -> None:
+def test_later_structures_are_traced(machine: Any) -> None:
     eager = Seeing().eval()
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, IMAGE))
     assert placed.plan.method == "hooks"
@@ -92,7 +92,7 @@ def tried_in_vain(function: Callable[[], Any]) -> int:
     return sum("such inputs run module by module too" in text for text in handler.heard)
 
 
-def test_a_call_that_has_none_either_is_tried_once(machine: Any) -> None:
+def test_untraceable_structure_is_traced_once(machine: Any) -> None:
     eager = Seeing().eval()
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, IMAGE))
 
@@ -105,7 +105,7 @@ def test_a_call_that_has_none_either_is_tried_once(machine: Any) -> None:
     assert placed.plans[0].method == "export"
 
 
-def test_not_without_end(machine: Any) -> None:
+def test_number_of_trace_attempts_is_limited(machine: Any) -> None:
     """A text that differs from call to call is another structure each time."""
     eager = Seeing().eval()
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, IMAGE))
@@ -118,7 +118,7 @@ def test_not_without_end(machine: Any) -> None:
     assert tried_in_vain(often) == 4
 
 
-def test_results_that_differ_are_not_traced_later(machine: Any) -> None:
+def test_no_later_trace_after_results_differed(machine: Any) -> None:
     class Differing(Seeing):
         def forward(self, x: torch.Tensor, image: Any = None, name: str = "") -> torch.Tensor:
             return x + 1 if torch.compiler.is_exporting() else self.text[0](x)
@@ -130,7 +130,7 @@ def test_results_that_differ_are_not_traced_later(machine: Any) -> None:
 
 
 @torch.no_grad()
-def test_copies_and_pickles_go_on() -> None:
+def test_copies_and_pickles_run_and_trace() -> None:
     eager = Seeing().eval()
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:
         placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, IMAGE))
@@ -145,7 +145,7 @@ def test_copies_and_pickles_go_on() -> None:
 
 
 @torch.no_grad()
-def test_hooks_keep_their_room() -> None:
+def test_prefetch_buffers_leave_room_for_hooked_calls() -> None:
     """Streaming's prefetch buffers do not take what calls without a graph need."""
     eager = Seeing(layers=8).eval()
     big = torch.randn(64, 32), torch.rand(64, 32)
@@ -160,7 +160,7 @@ def test_hooks_keep_their_room() -> None:
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:hooks were added:graphplan.GraphplanWarning")
 @pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
-def test_so_they_do_when_graphs_are_made_again() -> None:
+def test_hooked_calls_equal_eager_within_budget_after_retrace() -> None:
     eager = Seeing(layers=6).eval()
     x, image = torch.randn(2, 32), torch.rand(2, 32)
     with graphplan.simulate({0: bytes_of(eager) // 3, "cpu": "1MiB"}) as small:
@@ -176,7 +176,7 @@ def test_so_they_do_when_graphs_are_made_again() -> None:
         assert small.peak_bytes(0) <= small.max_memory[0]
 
 
-def test_a_plan_that_breaks_its_proof_is_an_error(machine: Any, monkeypatch: Any) -> None:
+def test_plan_below_its_bound_raises(machine: Any, monkeypatch: Any) -> None:
     def breaks(*_: Any) -> None:
         raise VerificationError("a peak exceeds its budget")
 

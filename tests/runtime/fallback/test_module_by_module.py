@@ -85,7 +85,7 @@ def expected_of(model: nn.Module, *args: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_a_call_without_memory_says_so() -> None:
+def test_call_without_memory_raises() -> None:
     with placed() as (_, _, made), pytest.raises(graphplan.CaptureError, match="have no memory for it"):
         made(torch.randn(100, 16).to("sim:0"), STOP)
 
@@ -100,7 +100,7 @@ class Noted(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:hooks were added")
-def test_arguments_that_cannot_be_copied_for_a_trial_are_named() -> None:
+def test_uncopyable_arguments_raise_with_names() -> None:
     with graphplan.simulate({0: "64KiB"}) as machine:
         placed = graphplan.partition(Noted().eval(), machine.max_memory, (X,))
         placed.part.register_forward_hook(lambda *_: None)
@@ -109,13 +109,13 @@ def test_arguments_that_cannot_be_copied_for_a_trial_are_named() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_inputs_may_have_gradient_functions() -> None:
+def test_inputs_with_grad_fn_are_copied() -> None:
     inputs = nn.Linear(16, 16)(X)
     with placed(grad=True) as (model, _, made):
         assert largest_difference(made(inputs, STOP)["logits"], model(inputs, STOP)["logits"]) < 1e-5
 
 
-def test_it_runs_over_the_weights_where_they_are() -> None:
+def test_runs_on_placed_weights() -> None:
     with placed() as (model, machine, made):
         assert set(made.plan.placement.values()) == {0, 1}
         assert largest_difference(made(X), expected_of(model, X)) < 1e-6
@@ -133,7 +133,7 @@ def test_it_runs_over_the_weights_where_they_are() -> None:
             assert bytes_there > 0.2 * bytes_of(model)
 
 
-def test_it_says_so_once_for_a_structure_of_any_sizes() -> None:
+def test_warns_once_for_all_sizes_of_a_structure() -> None:
     with placed() as (model, _, made):
         with pytest.warns(UserWarning, match=WARNED):
             made(X, STOP)
@@ -148,7 +148,7 @@ def test_it_says_so_once_for_a_structure_of_any_sizes() -> None:
 
 
 @pytest.mark.parametrize("numbers", [(2, 3, 7), (0.5, 1.0, 2.5)])
-def test_it_says_so_once_for_all_numbers(numbers: tuple[float, ...]) -> None:
+def test_warns_once_for_all_numbers(numbers: tuple[float, ...]) -> None:
     class Counted(Early):
         def forward(self, x: torch.Tensor, stop: Any = None, count: float = 0) -> Any:  # type: ignore[override]  # other arguments
             return super().forward(x * count if count else x, stop)
@@ -179,7 +179,7 @@ class Reading(Early):
         return {"last": last}
 
 
-def test_what_runs_nowhere_else_runs_on_the_device_of_the_call() -> None:
+def test_last_mode_gathers_on_the_calls_device() -> None:
     model = Reading().eval()
     eager, pin = copy.deepcopy(model), {f"blocks.{i}": i // 2 for i in range(4)}
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, torch.no_grad():
@@ -203,7 +203,7 @@ class HiddenStates(nn.Module):
         return result if stop is not None and float(stop) > 5 else {**result, "hidden": found.hidden_states}
 
 
-def test_graphs_go_on_beside_hooks_that_the_model_adds() -> None:
+def test_hooks_added_by_the_model_keep_graphs_valid() -> None:
     eager, ids = HiddenStates().eval(), torch.arange(6)[None]
     with (
         graphplan.simulate({0: "4MiB"}) as machine,
@@ -247,7 +247,7 @@ class Keeping(nn.Module):
         return 2 * y if self.kind == "image" else y
 
 
-def test_graphs_see_what_calls_without_one_leave() -> None:
+def test_graphs_see_state_from_module_by_module_calls() -> None:
     eager, x = Keeping().eval(), torch.randn(2, 8)
     images = [torch.full((1, 8), value) for value in (0.2, 0.3, 0.9, 0.1)]
     with graphplan.simulate({0: "20KiB", 1: "20KiB"}) as machine, torch.no_grad(), warnings.catch_warnings():
@@ -260,7 +260,7 @@ def test_graphs_see_what_calls_without_one_leave() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:hooks were added:graphplan.GraphplanWarning")
-def test_calls_with_hooks_share_data_too() -> None:
+def test_graphs_see_state_from_hooked_calls() -> None:
     """Their graphs are made anew when these are gone, and not at each call meanwhile."""
     eager, x = Keeping().eval(), torch.randn(2, 8)
     with graphplan.simulate({0: "20KiB", 1: "20KiB"}) as machine, torch.no_grad():
@@ -278,13 +278,13 @@ def test_calls_with_hooks_share_data_too() -> None:
             assert largest_difference(placed(x), eager(x)) < 1e-5
 
 
-def test_strict_raises_instead() -> None:
+def test_strict_raises() -> None:
     with placed(strict=True) as (_, _, made), pytest.raises(graphplan.NoGraphError):
         made(X, STOP)
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_modules_that_a_call_exchanges_are_the_models() -> None:
+def test_modules_replaced_by_a_call_stay_replaced() -> None:
     class Exchanges(Early):
         def forward(self, x: torch.Tensor, stop: Any = None) -> Any:  # type: ignore[override]  # other arguments
             if len(x) == 2:
@@ -300,7 +300,7 @@ def test_modules_that_a_call_exchanges_are_the_models() -> None:
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 @pytest.mark.parametrize("stops", [False, True])
-def test_modes_that_a_call_sets_are_those_of_the_next(stops: bool) -> None:
+def test_modes_set_by_a_call_apply_to_the_next(stops: bool) -> None:
     """Not those of the same call, which is tried first."""
 
     class Freezing(nn.Module):
@@ -325,7 +325,7 @@ def test_modes_that_a_call_sets_are_those_of_the_next(stops: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))])
-def test_a_call_may_copy_submodules(duplicate: Any) -> None:
+def test_call_may_copy_submodules(duplicate: Any) -> None:
     """The copies have nothing of the call."""
 
     class Teaching(Early):
@@ -345,7 +345,7 @@ def test_a_call_may_copy_submodules(duplicate: Any) -> None:
         assert made < 2 * len(pickle.dumps(model.teacher[0]))
 
 
-def test_buffers_are_written_once_for_a_call() -> None:
+def test_buffers_are_written_once_per_call() -> None:
     with placed() as (_, _, made), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made(X)
@@ -371,7 +371,7 @@ class Mixes(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_a_call_that_does_not_run_as_the_example_says_what_to_do() -> None:
+def test_failing_later_call_raises_with_advice() -> None:
     with graphplan.simulate({0: "4KiB", 1: "4KiB"}) as machine:
         placed = graphplan.partition(Mixes().eval(), machine.max_memory, (X,))
         with pytest.raises(RuntimeError, match="same device") as caught:
@@ -407,7 +407,7 @@ class Shares(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_what_a_submodule_writes_to_a_buffer_that_its_model_shares_is_seen() -> None:
+def test_writes_to_shared_buffers_are_seen() -> None:
     model = Shares().eval()
     with graphplan.simulate({0: "44KiB", 1: "16KiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,))
@@ -417,7 +417,7 @@ def test_what_a_submodule_writes_to_a_buffer_that_its_model_shares_is_seen() -> 
             assert float(placed.calls) == float(placed.counted.calls) == calls
 
 
-def test_weights_that_are_loaded_later_are_used() -> None:
+def test_weights_loaded_after_placing_are_used() -> None:
     other = Early()
     with torch.no_grad():
         for parameter in other.parameters():
@@ -429,7 +429,7 @@ def test_weights_that_are_loaded_later_are_used() -> None:
         assert largest_difference(made(X, STOP), expected_of(other, X, STOP)) < 1e-6
 
 
-def test_weights_on_the_cpu_are_read_there() -> None:
+def test_cpu_weights_are_read_on_the_cpu() -> None:
     model = Early().eval()
     budgets = {0: int(0.4 * bytes_of(model)), "cpu": "1GiB"}
     with placed(budgets) as (model, machine, made), warnings.catch_warnings():
@@ -443,7 +443,7 @@ ROOMY = {0: "1MiB", 1: "1MiB"}
 BY_HALVES = {"pin": {"blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1}}
 
 
-def test_copies_have_it_too() -> None:
+def test_deepcopy_runs_module_by_module_without_new_warning() -> None:
     with placed(ROOMY, **BY_HALVES) as (_, _, made), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made(X, STOP)
@@ -455,7 +455,7 @@ def test_copies_have_it_too() -> None:
         assert float(made(X, STOP)["logits"].abs().max()) > 0
 
 
-def test_gradients_pass_through() -> None:
+def test_gradients_equal_eager_mode() -> None:
     with placed(ROOMY, grad=True, **BY_HALVES) as (model, _, made), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made(X, STOP)["logits"].sum().backward()
@@ -480,7 +480,7 @@ class Crossed(nn.Module):
         return y @ self.first.weight + y @ self.second.weight
 
 
-def test_weights_that_meet_on_no_device_are_copied_to_that_of_the_call() -> None:
+def test_weights_on_several_devices_are_gathered_on_the_calls() -> None:
     model = Crossed().eval()
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -499,7 +499,7 @@ class Picky(Crossed):
         return y + self.second(x)
 
 
-def test_what_runs_in_no_way_says_what_to_do() -> None:
+def test_call_failing_in_all_modes_raises_with_advice() -> None:
     model = Picky().eval()
     pin = {"first": 0, "second": 1}
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, warnings.catch_warnings():
@@ -520,7 +520,7 @@ class Meets(Crossed):
         return y + self.second(x)
 
 
-def test_a_way_that_fails_leaves_no_memory_behind() -> None:
+def test_failed_mode_frees_its_memory() -> None:
     model = Meets().eval()
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -537,7 +537,7 @@ def test_a_way_that_fails_leaves_no_memory_behind() -> None:
         assert largest_difference(found, expected_of(model, X)) < 1e-6
 
 
-def test_weights_that_find_no_room_are_where_they_were_afterwards() -> None:
+def test_weights_are_restored_after_out_of_memory() -> None:
     layer = nn.Linear(16, 16)
     before = list(layer.parameters())
     with graphplan.simulate({0: 1024}):  # for the weight, not the bias
@@ -549,7 +549,7 @@ def test_weights_that_find_no_room_are_where_they_were_afterwards() -> None:
     assert all(one is other for one, other in zip(layer.parameters(), before, strict=True))
 
 
-def test_recurrent_layers_have_their_weights_together() -> None:
+def test_recurrent_layers_run_on_one_device() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -571,7 +571,7 @@ def test_recurrent_layers_have_their_weights_together() -> None:
         assert largest_difference(made(x, STOP), expected_of(model, x, STOP)) < 1e-6
 
 
-def test_a_recurrent_layer_lists_its_own_weights_again() -> None:
+def test_recurrent_layers_flat_weights_are_restored() -> None:
     layer = nn.LSTM(8, 8)
     with graphplan.simulate({0: "1MiB"}) as machine:
         run = HookedRun(ExecutionMode("where its weights are"), torch.device("cpu"), torch.device("sim:0"))
@@ -581,7 +581,7 @@ def test_a_recurrent_layer_lists_its_own_weights_again() -> None:
         assert machine.peak_bytes(0) > 0
 
 
-def test_packed_sequences_keep_their_sizes_on_the_cpu() -> None:
+def test_sizes_of_packed_sequences_stay_on_the_cpu() -> None:
     class Packing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -598,7 +598,7 @@ def test_packed_sequences_keep_their_sizes_on_the_cpu() -> None:
         assert largest_difference(made(*call), expected_of(model, *call)) < 1e-6
 
 
-def test_a_pickled_module_knows_whether_it_is_strict() -> None:
+def test_pickling_keeps_strict() -> None:
     with placed(ROOMY, strict=True, **BY_HALVES) as (_, _, made):
         again = pickle.loads(pickle.dumps(made))
         again(X)
@@ -606,7 +606,7 @@ def test_a_pickled_module_knows_whether_it_is_strict() -> None:
             again(X, STOP)
 
 
-def test_an_unpickled_module_runs_a_first_call_that_no_capture_takes() -> None:
+def test_unpickled_module_runs_an_untraceable_first_call() -> None:
     with placed(ROOMY, **BY_HALVES) as (model, _, made):
         again, homes = pickle.loads(pickle.dumps(made)), made.plan.schedule.assignment.weights
         places = {name: str(p.device) for name, p in made.named_parameters()}
@@ -621,7 +621,7 @@ def test_an_unpickled_module_runs_a_first_call_that_no_capture_takes() -> None:
         assert len(again.plans) == 1
 
 
-def test_the_cpu_computes_nothing_where_it_may_not() -> None:
+def test_cpu_compute_false_is_respected() -> None:
     budgets = {0: 84_000, "cpu": "1MiB"}
     with placed(budgets, cpu_compute=False, reserve={0: 24_000}) as (model, machine, made):
         away = [name for name, key in made.plan.schedule.assignment.weights.items() if key == "cpu"]
@@ -669,7 +669,7 @@ def stopping(model: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_caches_go_with_their_layers_and_prefill_stays_a_graph() -> None:
+def test_caches_move_with_layers_and_prefill_uses_a_graph() -> None:
     pytest.importorskip("transformers")
     model = stopping(build("llama"))
     inputs = inputs_of("llama")
@@ -702,7 +702,7 @@ class Around(Early):
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_a_class_with_a_call_of_its_own_has_no_graph() -> None:
+def test_class_that_overrides_call_has_no_graph() -> None:
     model = Around().eval()
     with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X, STOP))
@@ -736,7 +736,7 @@ class Recording(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_hooks_that_the_model_registers_while_it_runs_stay() -> None:
+def test_hooks_registered_during_a_call_stay() -> None:
     """They were gone at the second call, with the flag that says they are there: it returned nothing."""
     model = Recording().eval()
     with graphplan.simulate({0: "4KiB", "cpu": "1MiB"}) as machine, torch.no_grad():
@@ -753,7 +753,7 @@ def test_hooks_that_the_model_registers_while_it_runs_stay() -> None:
 
 @pytest.mark.filterwarnings("error:hooks were added", "error:.*traced again")
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_threads_run_graphs_beside_it() -> None:
+def test_threads_run_graphs_during_module_by_module_calls() -> None:
     """What a call without a graph does to its modules while it runs, no other call takes for a change."""
     results = list[Any]()
     with placed() as (model, _, made), torch.no_grad():
@@ -790,7 +790,7 @@ class Recursive(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_it_may_call_itself() -> None:
+def test_module_may_call_itself() -> None:
     model, depth = Recursive().eval(), torch.tensor(2)
     with graphplan.simulate({0: "28KiB", 1: "28KiB"}) as machine, torch.no_grad():
         made = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,))
@@ -816,7 +816,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("example", [(X,), (X, STOP)], ids=["beside graphs", "without any"])
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_what_is_computed_again_runs_as_it_did(example: tuple[torch.Tensor, ...]) -> None:
+def test_checkpoint_recomputation_equals_the_first_run(example: tuple[torch.Tensor, ...]) -> None:
     """Without any graph, the backward pass ended in a SystemError."""
     model = Checkpointed()
     with graphplan.simulate({0: "30KiB", 1: "30KiB"}) as machine:

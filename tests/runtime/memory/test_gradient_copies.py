@@ -13,7 +13,7 @@ import graphplan
 from graphplan.runtime.memory.gradient_copies import GradientCopies
 
 
-def test_memory_is_used_again_once_nobody_has_the_gradient() -> None:
+def test_buffer_is_reused_once_the_gradient_is_freed() -> None:
     copies, parameter = GradientCopies(), nn.Parameter(torch.zeros(3, 5).t())
     addresses = []
     for value in range(3):
@@ -30,7 +30,7 @@ def test_memory_is_used_again_once_nobody_has_the_gradient() -> None:
     assert parameter.grad.eq(2).all()
 
 
-def test_memory_that_another_process_may_have_is_left_to_it() -> None:
+def test_shared_memory_gradient_buffer_is_not_reused() -> None:
     copies, parameter = GradientCopies(), nn.Parameter(torch.zeros(4))
     parameter.grad = copies.copied(torch.ones(4), parameter).share_memory_()  # as a queue does
     address = parameter.grad.data_ptr()
@@ -39,7 +39,7 @@ def test_memory_that_another_process_may_have_is_left_to_it() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3)])
-def test_gradients_of_one_element_and_of_none(shape: tuple[int, ...]) -> None:
+def test_gradients_of_one_and_zero_elements(shape: tuple[int, ...]) -> None:
     copies, parameter = GradientCopies(), nn.Parameter(torch.zeros(shape))
     for _ in range(2):
         parameter.grad = copies.copied(torch.ones(shape), parameter)
@@ -48,7 +48,7 @@ def test_gradients_of_one_element_and_of_none(shape: tuple[int, ...]) -> None:
         parameter.grad = None
 
 
-def test_gradients_of_inputs_alone_take_no_memory_for_those_of_weights() -> None:
+def test_input_gradients_alone_allocate_no_weight_gradients() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     x = torch.randn(16, 64, requires_grad=True)
     with graphplan.simulate({0: "140KiB", "cpu": "8MiB"}) as machine:
@@ -60,7 +60,7 @@ def test_gradients_of_inputs_alone_take_no_memory_for_those_of_weights() -> None
         assert len(copies._first) > 0
 
 
-def test_what_is_added_shares_memory() -> None:
+def test_accumulated_gradients_share_one_buffer() -> None:
     copies = GradientCopies()
     parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size, dtype in SIZES]
     for parameter in parameters:
@@ -77,7 +77,7 @@ def test_what_is_added_shares_memory() -> None:
 SIZES = ((7, torch.bfloat16), (5, torch.float32), (3, torch.float16))
 
 
-def test_memory_goes_with_its_parameter() -> None:
+def test_buffer_is_freed_with_its_parameter() -> None:
     copies, parameter = GradientCopies(), nn.Parameter(torch.zeros(4))
     parameter.grad = copies.copied(torch.ones(4), parameter)
     assert len(copies._first) == 1
@@ -86,7 +86,7 @@ def test_memory_goes_with_its_parameter() -> None:
     assert len(copies._first) == 0
 
 
-def test_gradients_come_to_weights_on_the_cpu_and_add_up() -> None:
+def test_cpu_weights_accumulate_gradients() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     x = torch.randn(16, 64)

@@ -45,7 +45,7 @@ def adopted_by(pages: HostPages, tensor: torch.Tensor) -> torch.Tensor:
     return pages.reserve(tensor).copy_(tensor)
 
 
-def test_neighbours_with_storages_of_their_own() -> None:
+def test_adjacent_tensors_have_separate_storages() -> None:
     tensors = [torch.randn(5, 7), torch.randint(0, 9, (3,)), torch.rand(4) > 0.5, torch.tensor(2.5)]
     tensors.append(torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last))
     total = sum(round_up(t.numel() * t.element_size()) for t in tensors)
@@ -65,13 +65,13 @@ def test_neighbours_with_storages_of_their_own() -> None:
     assert not made.piece(0, 5 * 7 * 4).any()
 
 
-def test_tensors_keep_the_memory_alive() -> None:
+def test_tensors_keep_pages_alive() -> None:
     tensor = adopted_by(HostPages(512, pinned=False), torch.arange(100.0))
     gc.collect()
     assert torch.equal(tensor, torch.arange(100.0))
 
 
-def test_memory_is_registered_once_and_given_back_with_the_last_tensor(monkeypatch: Any) -> None:
+def test_pages_are_unregistered_with_the_last_tensor(monkeypatch: Any) -> None:
     cudart = Cudart(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     made = HostPages(1000, pinned=True)
@@ -86,7 +86,7 @@ def test_memory_is_registered_once_and_given_back_with_the_last_tensor(monkeypat
     assert cudart.registered == {}  # an error in __del__ would have left it there
 
 
-def test_what_cannot_be_page_locked_is_used_as_it_is(monkeypatch: Any) -> None:
+def test_failed_pinning_warns_and_uses_pageable_memory(monkeypatch: Any) -> None:
     forgotten: list[bool] = []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(2))
     monkeypatch.setattr(host_pages, "_forget_error", lambda: forgotten.append(True))

@@ -53,7 +53,9 @@ def reloaded(model: nn.Module) -> Any:
 @pytest.mark.parametrize("budgets", BUDGETS, ids=str)
 @pytest.mark.parametrize("writes_part", [True, False])
 @pytest.mark.parametrize("registered", [True, False])
-def test_views_of_a_written_buffer(registered: bool, writes_part: bool, budgets: dict[Any, Any]) -> None:
+def test_views_of_a_written_buffer_run_module_by_module(
+    registered: bool, writes_part: bool, budgets: dict[Any, Any]
+) -> None:
     model = Views(registered, writes_part)
     eager, other = copy.deepcopy(model), copy.deepcopy(model)
     with graphplan.simulate({0: "8MiB", 1: "8MiB", "cpu": "8MiB"}), torch.no_grad():
@@ -72,7 +74,7 @@ def test_views_of_a_written_buffer(registered: bool, writes_part: bool, budgets:
         graphplan.plan(model, budgets, (X,))
 
 
-def test_a_later_call_that_writes_to_such_a_buffer_is_refused() -> None:
+def test_later_write_to_a_shared_buffer_raises() -> None:
     class Later(Views):
         def forward(self, x: torch.Tensor, write: bool = False) -> torch.Tensor:
             return super().forward(x) if write else self.linear(x) + self.row
@@ -102,7 +104,7 @@ class Parts(nn.Module):
 
 @pytest.mark.parametrize("kind", ["one", "other values", "of a parameter"])
 @torch.no_grad()
-def test_what_is_one_tensor_until_it_is_assigned(kind: str) -> None:
+def test_assigned_shared_buffer_runs_module_by_module(kind: str) -> None:
     model = Parts(kind)
     eager = copy.deepcopy(model)
     with pytest.warns(graphplan.GraphplanWarning, match=r"is one tensor with .*\n.*runs module by module"):

@@ -101,7 +101,7 @@ def assert_agrees(route: Route, signature: InputSignature, args: Any, kwargs: di
     return True
 
 
-def test_the_callers_device_is_that_of_the_first_argument_of_forward() -> None:
+def test_call_device_is_that_of_the_first_argument() -> None:
     here, away = torch.zeros(2, 3), torch.zeros(2, 3, device="meta")
     route, signature = route_of([[]], {"flag": here, "c": away})  # c comes before flag
     assert route is not None
@@ -110,14 +110,14 @@ def test_the_callers_device_is_that_of_the_first_argument_of_forward() -> None:
 
 
 @given(CALLS, CALLS)
-def test_a_route_takes_only_calls_of_its_form(first: Any, second: Any) -> None:
+def test_route_accepts_only_calls_of_its_structure(first: Any, second: Any) -> None:
     route, signature = route_of(*first)
     if route is not None:
         assert_agrees(route, signature, *second)
 
 
 @given(CALLS, st.data())
-def test_a_route_takes_its_own_call_and_none_that_was_altered(call: Any, data: Any) -> None:
+def test_route_rejects_altered_calls(call: Any, data: Any) -> None:
     args, kwargs = call
     route, signature = route_of(args, kwargs)
     if route is None:
@@ -137,14 +137,14 @@ def test_a_route_takes_its_own_call_and_none_that_was_altered(call: Any, data: A
 
 
 @given(st.permutations(["flag", "size", "other"]), st.permutations(["flag", "size", "other"]))
-def test_names_may_come_in_another_order(first: list[str], second: list[str]) -> None:
+def test_keywords_in_another_order_agree_with_binding(first: list[str], second: list[str]) -> None:
     values = {name: torch.zeros(2, 3) for name in first}
     route, signature = route_of([1.5], values)
     assert route is not None
     assert_agrees(route, signature, [1.5], {name: values[name] for name in second})
 
 
-def test_one_tensor_twice_is_not_taken_for_two() -> None:
+def test_repeated_tensor_is_bound_as_one() -> None:
     x, y = torch.zeros(2, 3), torch.ones(2, 3)
     route, _ = route_of([x], {"other": x, "flag": x})
     assert route is not None
@@ -155,7 +155,7 @@ def test_one_tensor_twice_is_not_taken_for_two() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, range(3), torch.zeros(1).numpy()])
-def test_other_objects_make_no_route(value: Any) -> None:
+def test_objects_of_other_classes_have_no_route(value: Any) -> None:
     assert route_of([torch.zeros(2, 3), value], {})[0] is None
 
 
@@ -173,7 +173,7 @@ class Many(nn.Module):
         return {"y": y if mask is None else y * mask, "scale": scale}
 
 
-def test_calls_of_all_forms_in_turn() -> None:
+def test_calls_of_many_structures_equal_eager_mode() -> None:
     model, x = Many(), torch.randn(2, 3)
     placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,))
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
@@ -199,7 +199,7 @@ def test_calls_of_all_forms_in_turn() -> None:
         placed(x, None, None)
 
 
-def test_caches_take_a_route_and_only_those_of_its_form() -> None:
+def test_route_accepts_caches_of_its_structure() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -250,7 +250,7 @@ class Turns(nn.Module):
 
 
 @pytest.mark.parametrize("examples", [(torch.zeros(2),), (torch.zeros(2), 1.0), (torch.zeros(2), -0.0)])
-def test_zero_has_a_sign(examples: tuple[Any, ...]) -> None:
+def test_positive_and_negative_zero_are_different_constants(examples: tuple[Any, ...]) -> None:
     model, x = Turns(), torch.zeros(2)
     with torch.no_grad(), graphplan.simulate({0: "1MiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, examples)
@@ -260,7 +260,7 @@ def test_zero_has_a_sign(examples: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_arrays_are_the_same_constant_where_their_bytes_are() -> None:
+def test_arrays_are_equal_constants_if_bytes_are() -> None:
     class Scaled(nn.Module):
         def forward(self, x: torch.Tensor, by: Any = None) -> torch.Tensor:
             return x if by is None else x * float(by.sum())
@@ -273,7 +273,7 @@ def test_arrays_are_the_same_constant_where_their_bytes_are() -> None:
     assert not same_constant(np.zeros(1), -np.zeros(1))
 
 
-def test_modes_and_devices_choose_among_routes() -> None:
+def test_route_depends_on_modes_and_device() -> None:
     class Modes(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + 1 if self.training else x - 1
@@ -291,7 +291,7 @@ def test_modes_and_devices_choose_among_routes() -> None:
         assert len(placed.plans) == 2
 
 
-def test_a_default_dtype_chooses_among_routes() -> None:
+def test_route_depends_on_default_dtype() -> None:
     class Ones(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * torch.ones(3).to(torch.float32)
@@ -325,7 +325,7 @@ def test_small_calls_run_the_first_plan_after_a_large_one() -> None:
         assert [[route.index for route in known] for known in routes] == [[0], [1], [2], [1]]
 
 
-def test_many_sizes_are_found_without_a_search(monkeypatch: Any) -> None:
+def test_many_sizes_are_routed_at_the_first_attempt(monkeypatch: Any) -> None:
     model = nn.Linear(4, 4).eval()
     inputs = [torch.ones(size, 4) for size in range(1, 41)]
     with graphplan.simulate({0: 1 << 20}), warnings.catch_warnings():
@@ -344,7 +344,7 @@ def test_many_sizes_are_found_without_a_search(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_programs_are_bounded(streams: bool, monkeypatch: Any) -> None:
+def test_number_of_programs_is_limited(streams: bool, monkeypatch: Any) -> None:
     monkeypatch.setattr(dispatch, "_MAX_PROGRAMS", 3)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))).eval()
     options = {"pin": {f"{i}.weight": "cpu" for i in range(4)}, "cpu_compute": False} if streams else {}
@@ -370,7 +370,7 @@ def test_programs_are_bounded(streams: bool, monkeypatch: Any) -> None:
         assert (machine.live_bytes(0), placed.plan.placement) == (before, homes)
 
 
-def test_a_plan_for_more_that_did_not_fit_lets_go_of_the_inputs() -> None:
+def test_infeasible_larger_plan_frees_the_inputs() -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).eval()
     room = graphplan.plan(model, {0: "1GiB"}, (torch.ones(6, 256),)).peak_bytes[0]
     with torch.no_grad(), graphplan.simulate({0: room}) as machine:

@@ -38,7 +38,7 @@ def quiet(placed: nn.Module, **inputs: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_loss_in_training_mode() -> None:
+def test_loss_in_training_mode_warns() -> None:
     placed = graphplan.partition(Scored(), CPU, kwargs=INPUTS)
     with pytest.warns(
         graphplan.GraphplanWarning, match=r"returns a loss: backward\(\) will fail.*train=True"
@@ -49,7 +49,7 @@ def test_a_loss_in_training_mode() -> None:
     quiet(placed, **INPUTS)  # once
 
 
-def test_a_loss_of_a_later_structure() -> None:
+def test_loss_of_a_later_structure_warns() -> None:
     placed = graphplan.partition(Scored(), CPU, kwargs={"x": X})
     quiet(placed, x=X)
     with pytest.warns(graphplan.GraphplanWarning, match="returns a loss"):
@@ -58,7 +58,7 @@ def test_a_loss_of_a_later_structure() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*has no example inputs")
 @pytest.mark.parametrize("late", [False, True])
-def test_train_was_called(late: bool) -> None:
+def test_call_after_train_warns(late: bool) -> None:
     placed = graphplan.partition(Scored().eval(), CPU, **({} if late else {"kwargs": {"x": X}}))
     assert placed.train() is placed
     assert placed.head.training
@@ -66,14 +66,14 @@ def test_train_was_called(late: bool) -> None:
         placed(x=X)
 
 
-def test_an_input_requires_gradients() -> None:
+def test_input_that_requires_gradients_warns() -> None:
     placed = graphplan.partition(Scored().eval(), CPU, kwargs={"x": X})
     with pytest.warns(graphplan.GraphplanWarning, match="an input requires them"):
         placed(x=X.clone().requires_grad_())
     quiet(placed, x=X.clone().requires_grad_())
 
 
-def test_a_wrong_call_of_a_model_without_a_graph_is_no_reason() -> None:
+def test_invalid_call_without_graph_raises_without_gradient_warning() -> None:
     class ByValue(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * float(x.detach().numpy().sum() > 0)
@@ -90,7 +90,7 @@ def test_a_wrong_call_of_a_model_without_a_graph_is_no_reason() -> None:
         placed(x)
 
 
-def test_results_that_are_wanted_for_themselves() -> None:
+def test_inference_calls_do_not_warn() -> None:
     placed = graphplan.partition(Scored(), CPU, kwargs={"x": X})
     quiet(placed, x=X)  # a new module is in training mode
     placed.train().eval()
@@ -103,13 +103,13 @@ def test_results_that_are_wanted_for_themselves() -> None:
 
 
 @pytest.mark.parametrize("how", ["grad", "train"])
-def test_a_model_with_gradients(how: str) -> None:
+def test_model_with_gradients_does_not_warn(how: str) -> None:
     placed = graphplan.partition(Scored(), CPU, kwargs=INPUTS, **{how: True})
     quiet(placed.train(), **INPUTS)["loss"].backward()
     assert placed.head.weight.grad is not None
 
 
-def test_transforms_are_refused() -> None:
+def test_torch_func_transforms_raise() -> None:
     placed = graphplan.partition(Scored().eval(), CPU, kwargs={"x": X})
     with pytest.raises(graphplan.PlanError, match=r"torch\.func would take them for zero: give partition"):
         torch.func.grad(lambda x: placed(x=x)["logits"].sum())(X)
@@ -125,7 +125,7 @@ def forward_mode(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("use", [jvp_of, forward_mode])
-def test_a_training_step_refuses_other_gradients_than_those_of_its_backward_pass(use: Any) -> None:
+def test_training_step_raises_for_other_gradients(use: Any) -> None:
     placed = graphplan.partition(Scored(), CPU, kwargs={"x": X}, train=True)
     with pytest.raises(graphplan.PlanError, match="grad=True instead of train=True"):
         use(placed)

@@ -128,7 +128,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @torch.no_grad()
-def test_each_change_is_followed_once() -> None:
+def test_each_change_is_retraced_once() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:
         net = Net()
         placed = graphplan.partition(net, machine.max_memory, (X,))
@@ -147,7 +147,7 @@ def test_each_change_is_followed_once() -> None:
 
 
 @torch.no_grad()
-def test_classes_that_are_changed() -> None:
+def test_changed_classes_are_retraced() -> None:
     class Mine(Net):
         pass
 
@@ -162,7 +162,7 @@ def test_classes_that_are_changed() -> None:
 
 
 @torch.no_grad()
-def test_a_new_module_has_the_room_of_the_old_one() -> None:
+def test_replaced_modules_free_their_memory_before_retrace() -> None:
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with graphplan.simulate({0: bytes_of(net) + 4096}) as machine:
         placed = graphplan.partition(net, machine.max_memory, (torch.ones(2, 64),))
@@ -174,7 +174,7 @@ def test_a_new_module_has_the_room_of_the_old_one() -> None:
         assert machine.peak_bytes(0) <= machine.max_memory[0]
 
 
-def test_objects_around_the_model_are_one_thing() -> None:
+def test_references_to_caller_objects_do_not_cause_a_retrace() -> None:
     class Trainer:
         def __init__(self, model: nn.Module) -> None:
             self.models, self.step = [model], 0
@@ -189,7 +189,7 @@ def test_objects_around_the_model_are_one_thing() -> None:
         assert torch.allclose(placed(X), net(X), rtol=1e-4)
 
 
-def test_a_method_that_is_set_on_a_placed_model() -> None:
+def test_method_assigned_to_a_placed_model_is_retraced() -> None:
     net = Net()
     placed = graphplan.partition(net, ROOMY, (X,))
     for one in (net, placed):
@@ -198,7 +198,7 @@ def test_a_method_that_is_set_on_a_placed_model() -> None:
         assert torch.allclose(placed(X), net(X), rtol=1e-4)
 
 
-def test_a_hook_and_a_note() -> None:
+def test_hooks_and_parameter_attributes_together() -> None:
     net = Net()
     placed = graphplan.partition(net, ROOMY, (X,))
     for one in (net, placed):
@@ -210,7 +210,7 @@ def test_a_hook_and_a_note() -> None:
     assert torch.allclose(placed(X), net(X), rtol=1e-4)
 
 
-def test_hooks_of_all_modules() -> None:
+def test_global_module_hooks_are_called() -> None:
     class Doubling(nn.Sequential):
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().__call__(x)
@@ -237,7 +237,7 @@ def test_hooks_of_all_modules() -> None:
     assert torch.allclose(placed(X), net(X), atol=1e-5)
 
 
-def test_gradients_that_are_not_computed() -> None:
+def test_missing_gradients_raise_or_warn() -> None:
     placed = graphplan.partition(Net(), ROOMY, (X,))
     with pytest.raises(graphplan.PlanError, match="grad=True"):
         torch.func.grad(lambda x: placed(x).sum())(X)
@@ -245,7 +245,7 @@ def test_gradients_that_are_not_computed() -> None:
         assert not placed(X.clone().requires_grad_()).requires_grad
 
 
-def test_transforms_of_torch_func() -> None:
+def test_torch_func_transforms_equal_eager_mode() -> None:
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}):
         net = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
         placed = graphplan.partition(net, {0: "1MiB", 1: "1MiB"}, (X,), grad=True)
@@ -265,7 +265,7 @@ def test_transforms_of_torch_func() -> None:
 
 
 @torch.no_grad()
-def test_weights_that_lie_in_attributes_too() -> None:
+def test_writes_to_weights_in_attributes_do_not_retrace() -> None:
     class Listed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -102,7 +102,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_changes_are_followed(machine: Any, change: Callable[[Any], Any]) -> None:
+def test_changes_are_retraced_once(machine: Any, change: Callable[[Any], Any]) -> None:
     placed, net, x = placed_net(machine)
     change(net)
     change(placed)
@@ -115,7 +115,7 @@ def test_changes_are_followed(machine: Any, change: Callable[[Any], Any]) -> Non
         assert torch.allclose(placed(2 * x), net(2 * x), atol=1e-5)  # once
 
 
-def test_a_module_that_someone_holds_stays_that_of_the_model(machine: Any) -> None:
+def test_retrace_keeps_module_and_weight_objects(machine: Any) -> None:
     placed, net, x = placed_net(machine)
     norm, weight = placed.norm, placed.embed.weight
     norm.eps = net.norm.eps = 0.5
@@ -129,7 +129,7 @@ def test_a_module_that_someone_holds_stays_that_of_the_model(machine: Any) -> No
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
-def test_copies_are_of_the_changed_module(machine: Any, copied: Callable[[Any], Any]) -> None:
+def test_copies_have_the_changes(machine: Any, copied: Callable[[Any], Any]) -> None:
     placed, net, x = placed_net(machine)
     placed.k = net.k = 7.0
     with pytest.warns(GraphplanWarning, match="traced again"):
@@ -155,7 +155,7 @@ class Enumerated(nn.Module):
         return self.linear(x) * self.kind.factor  # type: ignore[attr-defined]  # set on the member
 
 
-def test_what_a_member_of_an_enumeration_holds_is_followed(machine: Any) -> None:
+def test_changed_enum_member_is_retraced(machine: Any) -> None:
     net, x = Enumerated().eval(), torch.randn(3, 8)
     Width.WIDE.factor = 2.0  # type: ignore[attr-defined]
     placed = graphplan.partition(net, machine.max_memory, (x,))
@@ -184,7 +184,7 @@ class Stepping(nn.Module):
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), graphplan.unplace]
 )
-def test_a_method_in_an_attribute_is_of_the_copy(machine: Any, copied: Callable[[Any], Any]) -> None:
+def test_method_in_an_attribute_is_bound_to_the_copy(machine: Any, copied: Callable[[Any], Any]) -> None:
     net, x = nn.Sequential(Stepping(), Stepping()).eval(), torch.randn(3, 8)
     placed = graphplan.partition(net, machine.max_memory, (x,))
     placed(x)
@@ -194,7 +194,7 @@ def test_a_method_in_an_attribute_is_of_the_copy(machine: Any, copied: Callable[
         assert torch.allclose(other(2 * x), net(2 * x), atol=1e-5)
 
 
-def test_what_no_graph_reads_changes_nothing(machine: Any) -> None:
+def test_ignored_attributes_do_not_cause_a_retrace(machine: Any) -> None:
     placed, net, x = placed_net(machine)
     placed.note = "mine"
     placed.train()
@@ -209,7 +209,7 @@ PLAIN_VALUES = [1.5 + 2j, b"text", [1j], {"a": 1j}, [b"text"], range(1, 3), slic
 
 
 @pytest.mark.parametrize("value", PLAIN_VALUES, ids=repr)
-def test_an_equal_value_is_no_change(machine: Any, value: Any) -> None:
+def test_equal_values_do_not_cause_a_retrace(machine: Any, value: Any) -> None:
     net, x = Net().eval(), torch.randn(3, 8)
     net.note = value
     placed = graphplan.partition(net, machine.max_memory, (x,))
@@ -223,7 +223,7 @@ def test_an_equal_value_is_no_change(machine: Any, value: Any) -> None:
         placed(x)
 
 
-def test_an_item_of_another_type_is_followed(machine: Any) -> None:
+def test_item_of_another_type_is_retraced(machine: Any) -> None:
     class Scaling(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x.int() * self.steps[0]
@@ -243,7 +243,7 @@ class Kind(Enum):
 @pytest.mark.parametrize(
     ("before", "after"), [(1j, 2j), (b"a", b"b"), (range(2), range(3)), (Kind.FIRST, Kind.SECOND), (int, str)]
 )
-def test_an_attribute_of_a_class_is_followed(machine: Any, before: Any, after: Any) -> None:
+def test_changed_class_attribute_is_retraced(machine: Any, before: Any, after: Any) -> None:
     class Doubling(nn.Module):
         kind = before
 
@@ -258,7 +258,7 @@ def test_an_attribute_of_a_class_is_followed(machine: Any, before: Any, after: A
         assert torch.equal(placed(x), x)
 
 
-def test_hooks_of_submodules_run(machine: Any) -> None:
+def test_hooks_of_submodules_are_called(machine: Any) -> None:
     placed, net, x = placed_net(machine)
     seen: list[str] = []
 
@@ -280,7 +280,7 @@ def test_hooks_of_submodules_run(machine: Any) -> None:
     assert seen == ["ReLU"] * 2
 
 
-def test_hooks_that_come_with_another_change_are_not_traced(machine: Any) -> None:
+def test_hooks_added_with_another_change_are_not_traced(machine: Any) -> None:
     """As those of hook points, which list them: the trace called them, with tensors that have no values."""
     placed, net, x = placed_net(machine)
     seen: list[torch.Tensor] = []
@@ -306,7 +306,7 @@ def test_hooks_that_come_with_another_change_are_not_traced(machine: Any) -> Non
     assert len(seen) == 3
 
 
-def test_hooks_that_make_a_weight_of_new_parameters_are_traced(machine: Any) -> None:
+def test_parametrization_hooks_are_traced(machine: Any) -> None:
     placed, net, x = placed_net(machine)
     for whole in (net, placed):
         prune.l1_unstructured(whole.get_submodule("embed"), "weight", amount=0.5)
@@ -316,7 +316,7 @@ def test_hooks_that_make_a_weight_of_new_parameters_are_traced(machine: Any) -> 
     assert torch.allclose(placed(x), net(x), atol=1e-5)
 
 
-def test_a_hook_is_told_of_the_placed_models_own_submodule(machine: Any) -> None:
+def test_hook_receives_the_placed_submodule(machine: Any) -> None:
     net, x = Net().eval(), torch.randn(3, 8)
     torch.nn.utils.spectral_norm(net.head)  # its hook, which is traced, computes the weight of what runs
     placed = graphplan.partition(net, machine.max_memory, (x,), grad=True)
@@ -351,7 +351,7 @@ class Weighs(nn.Module):
         return x + self.found
 
 
-def test_hooks_read_what_forward_has_assigned_and_assign_what_it_reads(machine: Any) -> None:
+def test_hooks_and_forward_share_attributes(machine: Any) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), Weighs()).eval(), torch.randn(3, 8)
     placed: Any = graphplan.partition(model, machine.max_memory, (x,))
 
@@ -390,7 +390,7 @@ def test_hooks_read_what_forward_has_assigned_and_assign_what_it_reads(machine: 
     assert not hasattr(placed[1], "kept")
 
 
-def test_a_copy_has_the_hooks_that_were_added(machine: Any) -> None:
+def test_copy_has_hooks_added_later(machine: Any) -> None:
     placed, net, x = placed_net(machine)
     seen: list[nn.Module] = []
     placed.act.register_forward_hook(lambda module, *_: seen.append(module))
@@ -401,7 +401,7 @@ def test_a_copy_has_the_hooks_that_were_added(machine: Any) -> None:
 
 
 @pytest.mark.filterwarnings("error", "ignore:hooks were added")
-def test_what_a_hook_assigns_for_its_call_is_no_change_for_another_thread(machine: Any) -> None:
+def test_hooks_temporary_assignment_does_not_retrace_other_threads(machine: Any) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), Weighs()).eval(), torch.randn(3, 8)
     placed: Any = graphplan.partition(model, machine.max_memory, (x,))
     model[1].scale = 2.0
@@ -426,7 +426,7 @@ def test_what_a_hook_assigns_for_its_call_is_no_change_for_another_thread(machin
 
 
 @pytest.mark.filterwarnings("error", "ignore:hooks were added")
-def test_nor_does_that_thread_wait_for_a_capture(machine: Any) -> None:
+def test_thread_does_not_wait_for_another_threads_capture(machine: Any) -> None:
     model, x = nn.Sequential(nn.Linear(8, 8), Weighs()).eval(), torch.randn(3, 8)
     placed: Any = graphplan.partition(model, machine.max_memory, (x,))
     model[1].scale = 2.0
@@ -455,7 +455,7 @@ def test_nor_does_that_thread_wait_for_a_capture(machine: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:hooks were added")
-def test_a_hook_that_changes_a_module_and_calls_the_whole_waits_for_no_thread_that_waits_for_it(
+def test_hook_calling_placed_model_does_not_deadlock_with_waiting_thread(
     machine: Any,
 ) -> None:
     placed, net, x = placed_net(machine)
@@ -482,7 +482,7 @@ def test_a_hook_that_changes_a_module_and_calls_the_whole_waits_for_no_thread_th
     assert torch.allclose(results[1], net(x), atol=1e-5)
 
 
-def test_a_hook_may_call_the_whole(machine: Any) -> None:
+def test_hook_may_call_the_placed_model(machine: Any) -> None:
     placed, net, x = placed_net(machine)
 
     def calls(whole: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -522,7 +522,7 @@ class Assigning(nn.Module):
         return self.b(y) + self.seen
 
 
-def test_a_hook_that_calls_the_whole_finds_buffers_as_they_are(machine: Any) -> None:
+def test_hook_calling_placed_model_sees_current_buffers(machine: Any) -> None:
     net, x = Assigning().eval(), torch.randn(3, 8)
     placed = graphplan.partition(net, machine.max_memory, (x,))
 
@@ -546,7 +546,7 @@ def test_a_hook_that_calls_the_whole_finds_buffers_as_they_are(machine: Any) -> 
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(results, wanted, strict=True))
 
 
-def test_buffers_that_are_made_before_a_hook_raises_stay(machine: Any) -> None:
+def test_buffers_assigned_before_a_hook_raises_stay(machine: Any) -> None:
     def stop(module: nn.Module, args: Any, result: torch.Tensor) -> None:
         raise ValueError("enough")
 
@@ -564,14 +564,14 @@ def test_buffers_that_are_made_before_a_hook_raises_stay(machine: Any) -> None:
         assert torch.allclose(placed(x), net(x), atol=1e-5)
 
 
-def test_hooks_before_placing_run_too(machine: Any) -> None:
+def test_hooks_registered_before_placing_are_traced(machine: Any) -> None:
     net, x = Net().eval(), torch.randn(3, 8)
     net.act.register_forward_hook(lambda module, args, result: 2 * result)
     placed = graphplan.partition(net, machine.max_memory, (x,))
     assert torch.allclose(placed(x), net(x), atol=1e-5)
 
 
-def test_code_around_forward_runs_once(machine: Any) -> None:
+def test_wrapped_forward_runs_once(machine: Any) -> None:
     class Counting(nn.Linear):
         def __call__(self, input: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
             return 2 * super().__call__(input)
@@ -581,7 +581,7 @@ def test_code_around_forward_runs_once(machine: Any) -> None:
     assert torch.allclose(placed(x), net(x), atol=1e-5)
 
 
-def test_a_config_changed_in_place(machine: Any) -> None:
+def test_config_changed_in_place_is_retraced(machine: Any) -> None:
     class Config:
         def __init__(self) -> None:
             self.scales = {"a": 2.0}
@@ -604,14 +604,14 @@ def test_a_config_changed_in_place(machine: Any) -> None:
 
 
 @pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.half(), lambda m: m.to(torch.bfloat16)])
-def test_a_placed_module_is_not_moved(machine: Any, move: Callable[[nn.Module], Any]) -> None:
+def test_moving_a_placed_module_raises(machine: Any, move: Callable[[nn.Module], Any]) -> None:
     placed, net, x = placed_net(machine)
     with pytest.raises(graphplan.PlanError, match=r"graphplan\.unplace"):
         move(placed)
     assert torch.allclose(placed(x), net(x), atol=1e-5)
 
 
-def test_unplace_gives_the_plain_model_back(machine: Any) -> None:
+def test_unplace_returns_the_plain_model(machine: Any) -> None:
     placed, net, x = placed_net(machine)
     placed.head.weight.grad = torch.full_like(placed.head.weight, 2)
     plain = graphplan.unplace(placed)
@@ -641,7 +641,7 @@ class Carded(Net):
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 @pytest.mark.parametrize("later", [False, True])
-def test_an_object_of_the_model_refers_to_what_is_placed_again(machine: Any, later: bool) -> None:
+def test_back_references_point_to_the_placed_model(machine: Any, later: bool) -> None:
     torch.manual_seed(0)
     net, x = Carded().eval(), torch.randn(2, 8)
     placed = graphplan.partition(net, machine.max_memory, () if later else (x,))
@@ -661,14 +661,14 @@ class Pairs(tuple[int, ...]):
         raise NotImplementedError
 
 
-def test_a_sequence_without_a_length_is_an_attribute(machine: Any) -> None:
+def test_sequence_without_a_length_is_a_plain_attribute(machine: Any) -> None:
     net, x = Net().eval(), torch.randn(2, 8)
     net.steps = Pairs((1, 2))  # type: ignore[assignment]  # for the loop
     placed = graphplan.partition(net, machine.max_memory, (x,))
     assert torch.allclose(placed(x), net(x), atol=1e-5)
 
 
-def test_a_module_in_the_place_of_one_of_its_class_has_the_mode(machine: Any) -> None:
+def test_replacement_module_of_the_same_class_sets_mode(machine: Any) -> None:
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.9)).eval(), torch.ones(4, 16)
     placed = graphplan.partition(model, machine.max_memory, (x,))
     with torch.no_grad():

@@ -40,12 +40,12 @@ def same(a: Any, b: Any) -> bool:
 
 
 @given(TREES)
-def test_what_is_rebuilt_is_what_was_taken_apart(tree: Any) -> None:
+def test_rebuilt_results_equal_the_original(tree: Any) -> None:
     leaves, spec = flatten(tree)
     assert same(rebuilder(spec)(leaves, {}), tree)
 
 
-def test_dataclasses_and_model_outputs() -> None:
+def test_dataclasses_and_model_outputs_are_rebuilt() -> None:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     @dataclass
@@ -68,7 +68,7 @@ def test_dataclasses_and_model_outputs() -> None:
         assert vars(again).keys() == vars(result).keys()
 
 
-def test_caches_are_made_anew_for_each_call() -> None:
+def test_caches_are_new_objects_in_each_call() -> None:
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
     from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
 

@@ -65,7 +65,7 @@ def in_inference_mode() -> torch.Tensor:
         return torch.ones(8) / 3
 
 
-def test_other_values_need_no_other_graph() -> None:
+def test_changed_values_reuse_the_graph() -> None:
     placed, net = both(Net())
     first = net.scale
     with warnings.catch_warnings():
@@ -78,7 +78,7 @@ def test_other_values_need_no_other_graph() -> None:
         assert_equal(placed, net)
 
 
-def test_values_are_copied_where_they_are_others_alone(machine: Any) -> None:
+def test_only_changed_values_are_copied(machine: Any) -> None:
     placed, net = both(Net())
     times = torch.full((8,), 3.0)
 
@@ -95,7 +95,7 @@ def test_values_are_copied_where_they_are_others_alone(machine: Any) -> None:
     assert moved_beside_the_plan(X, times) == 0
 
 
-def test_further_graphs_are_of_the_values_now() -> None:
+def test_later_graphs_use_current_values() -> None:
     placed, net = both(Net())
     for one in (placed, net):
         one.scale = torch.arange(8.0)
@@ -119,7 +119,7 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.filterwarnings("ignore:To copy construct")
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_a_trace_that_went_by_values_is_made_again(read: Callable[[torch.Tensor], Any]) -> None:
+def test_trace_that_branched_on_values_is_retraced(read: Callable[[torch.Tensor], Any]) -> None:
     placed, net = both(Net(read))
     for one in (placed, net):
         one.factor = torch.tensor(5.0)
@@ -156,7 +156,7 @@ SHARES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("share", SHARES.values(), ids=SHARES)
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
-def test_one_that_is_more_than_its_values_is_traced_anew(share: Callable[[Any], Any], later: bool) -> None:
+def test_tensor_with_custom_attributes_or_views_is_retraced(share: Callable[[Any], Any], later: bool) -> None:
     net = Sharing()
     if not later:
         share(net)
@@ -176,7 +176,7 @@ def test_one_that_is_more_than_its_values_is_traced_anew(share: Callable[[Any], 
 
 
 @pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
-def test_one_that_is_a_buffer_stays_it_when_a_placed_model_is_traced_again() -> None:
+def test_attribute_that_is_a_buffer_stays_one_after_retrace() -> None:
     net = Sharing()
     net.inner.table = net.table
     net.named["table"] = net.table
@@ -190,7 +190,7 @@ def test_one_that_is_a_buffer_stays_it_when_a_placed_model_is_traced_again() -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
-def test_values_go_back_to_those_that_were_traced() -> None:
+def test_values_changed_back_to_the_traced_ones() -> None:
     """Also where nothing may have others from now on: a further graph goes by values, or there is a copy."""
 
     class Late(Net):
@@ -209,7 +209,7 @@ def test_values_go_back_to_those_that_were_traced() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
-def test_a_copy_has_what_no_call_has_seen() -> None:
+def test_copy_has_values_changed_since_the_last_call() -> None:
     placed, net = both(Net())
     for one in (placed, net):
         one.scale = torch.ones(8)
@@ -218,7 +218,7 @@ def test_a_copy_has_what_no_call_has_seen() -> None:
     assert_equal(placed, net)
 
 
-def test_of_a_part_that_has_two_names() -> None:
+def test_attribute_of_a_module_with_two_names() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -247,7 +247,7 @@ def test_of_a_part_that_has_two_names() -> None:
         assert_equal(placed, net)
 
 
-def test_names_that_differ_in_a_dot_alone() -> None:
+def test_attribute_names_that_differ_only_in_a_dot() -> None:
     class Named(Net):
         def forward(self, x: torch.Tensor, times: Any = None) -> torch.Tensor:
             return super().forward(x) + self.inner_offset
@@ -257,7 +257,7 @@ def test_names_that_differ_in_a_dot_alone() -> None:
     assert_equal(*both(net))
 
 
-def test_hooks_are_called_with_the_values_now() -> None:
+def test_hooks_see_current_values() -> None:
     placed, net = both(Net())
     for one in (placed, net):
         one.linear.register_forward_hook(lambda _module, _args, result: 2 * result)
@@ -268,7 +268,7 @@ def test_hooks_are_called_with_the_values_now() -> None:
     assert_equal(placed, net)
 
 
-def test_threads_see_the_values_that_were_there_before_their_calls() -> None:
+def test_threads_see_values_set_before_their_calls() -> None:
     class Constant(Net):
         def forward(self, x: torch.Tensor, times: Any = None) -> torch.Tensor:
             return 0 * self.linear(x) + self.scale
@@ -298,7 +298,7 @@ def test_threads_see_the_values_that_were_there_before_their_calls() -> None:
     assert not wrong
 
 
-def test_a_saved_capture_takes_other_values(tmp_path: Any) -> None:
+def test_saved_capture_accepts_changed_values(tmp_path: Any) -> None:
     for _ in range(2):
         torch.manual_seed(0)
         net = Net()
@@ -312,7 +312,7 @@ def test_a_saved_capture_takes_other_values(tmp_path: Any) -> None:
             assert_equal(placed, net)
 
 
-def test_other_forms_need_another_graph() -> None:
+def test_changed_shape_or_dtype_is_retraced() -> None:
     placed, net = both(Net())
     for value in (torch.ones(1), torch.ones(8, dtype=torch.float64), None):
         for one in (placed, net):
@@ -322,7 +322,7 @@ def test_other_forms_need_another_graph() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
-def test_copies_have_values_of_their_own() -> None:
+def test_copies_have_separate_values() -> None:
     placed, net = both(Net())
     for one in (placed, net):
         one.scale = torch.ones(8)
@@ -341,7 +341,7 @@ def test_copies_have_values_of_their_own() -> None:
     assert torch.equal(loaded.scale, torch.ones(8))
 
 
-def test_a_training_step_follows() -> None:
+def test_training_step_uses_changed_values() -> None:
     net = Net()
     placed = graphplan.partition(copy.deepcopy(net), {0: "1MiB", "cpu": "1MiB"}, (X,), train=True)
     for value in (1.0, 2.0, 3.0):

@@ -54,7 +54,7 @@ def stepped(model: nn.Module, x: torch.Tensor, subsets: Sequence[Sequence[str]])
 
 @pytest.mark.parametrize("budgets", BUDGETS)
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_gradients_are_those_of_eager(budgets: dict[int | str, str]) -> None:
+def test_gradients_equal_eager_mode(budgets: dict[int | str, str]) -> None:
     model, x = Heads(), X.clone().requires_grad_()
     with graphplan.simulate(budgets) as machine:
         placed = graphplan.partition(copy.deepcopy(model), machine.max_memory, (x,), train=True)
@@ -81,7 +81,7 @@ def test_gradients_of_several_losses_add_up() -> None:
     assert gap(gradients_of(placed), gradients_of(model)) < 1e-5
 
 
-def test_inputs_without_gradient_have_none() -> None:
+def test_unused_inputs_get_no_gradient() -> None:
     class Two(nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return x * self.weight, y * self.weight
@@ -97,7 +97,7 @@ def test_inputs_without_gradient_have_none() -> None:
     assert y.grad is not None
 
 
-def test_the_printed_graph() -> None:
+def test_graph_without_absent_gradients() -> None:
     graph = torch.fx.Graph()
     _saved, a, b = (graph.placeholder(name) for name in ("saved", "a", "b"))
     made = [graph.call_function(torch.exp, (a,)), graph.call_function(torch.log, (b,))]

@@ -127,7 +127,7 @@ def test_changed_weights_are_seen_by_the_next_call(change: Any) -> None:
             break
 
 
-def test_changes_after_one_another() -> None:
+def test_successive_changes_are_seen() -> None:
     placed = placed_net()
     for change in CHANGES:
         change(placed)
@@ -135,7 +135,7 @@ def test_changes_after_one_another() -> None:
             assert largest_difference(placed(X), eager(placed)) < 1e-5
 
 
-def test_functional_call_gives_its_own_weights() -> None:
+def test_functional_call_uses_its_weights() -> None:
     placed = placed_net()
     other = Net()
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_copies_read_their_own_weights(copied: Any) -> None:
     assert torch.equal(placed(X), before)
 
 
-def test_a_missing_weight_is_the_error_of_eager() -> None:
+def test_missing_weight_raises_as_in_eager_mode() -> None:
     placed = placed_net()
     del placed.blocks[0].up.weight
     refused = pytest.raises(AttributeError, match="'Linear' object has no attribute 'weight'")
@@ -162,7 +162,7 @@ def test_a_missing_weight_is_the_error_of_eager() -> None:
         placed(X)
 
 
-def test_code_that_is_edited_is_what_runs() -> None:
+def test_edited_code_runs() -> None:
     placed = placed_net()
     code = placed.graph_module
     for node in code.graph.nodes:
@@ -177,7 +177,7 @@ def test_code_that_is_edited_is_what_runs() -> None:
         assert largest_difference(placed(X), expected + placed.bias) < 1e-5
 
 
-def test_hooks_of_the_code_run() -> None:
+def test_hooks_of_the_graph_module_are_called() -> None:
     placed = placed_net()
     seen = []
     placed.graph_module.register_forward_hook(lambda *_: seen.append(True))

@@ -73,7 +73,7 @@ def devices_of_notes(model: nn.Module) -> set[str]:
 
 
 @pytest.mark.parametrize("budget", [ROOMY, 48 << 10])
-def test_they_are_weights_of_a_graph(budget: int) -> None:
+def test_attribute_tensors_are_weights_of_the_graph(budget: int) -> None:
     model, want = Stack(), Stack()(X)
     with graphplan.simulate({0: budget}) as machine:
         placed = graphplan.partition(
@@ -94,7 +94,7 @@ def test_they_are_weights_of_a_graph(budget: int) -> None:
     assert torch.equal(model(X), want)
 
 
-def test_code_reads_them_without_looking_for_each() -> None:
+def test_bound_code_reads_replaced_attribute_tensors() -> None:
     with graphplan.simulate({0: ROOMY}) as machine:
         placed = graphplan.partition(Stack(), machine.max_memory, (X,))
         placed(X)
@@ -105,7 +105,7 @@ def test_code_reads_them_without_looking_for_each() -> None:
         assert not placed(X).cpu().any()
 
 
-def test_a_model_without_a_graph_has_them_where_it_runs() -> None:
+def test_model_without_graph_moves_attribute_tensors() -> None:
     model, want = Stack(branches=True), Stack()(X)
     for budget in (ROOMY, 6 * SIZE * SIZE // 2):
         with graphplan.simulate({0: budget}) as machine:
@@ -116,7 +116,7 @@ def test_a_model_without_a_graph_has_them_where_it_runs() -> None:
     assert devices_of_notes(model) == {"cpu"}
 
 
-def test_they_move_with_the_weights() -> None:
+def test_attribute_tensors_move_with_the_weights() -> None:
     model, many = Stack(), X.repeat(200, 1)
     with graphplan.simulate({0: 4 * SIZE * SIZE + 3 * many.nbytes, 1: ROOMY}) as machine:
         placed = graphplan.partition(model, {0: machine.max_memory[0], "cpu": ROOMY}, (X,))
@@ -126,7 +126,7 @@ def test_they_move_with_the_weights() -> None:
         assert largest_difference(placed(X), Stack()(X)) < 1e-5
 
 
-def test_a_parameter_keeps_its_class_and_a_copy_has_its_own_notes() -> None:
+def test_parameter_keeps_class_and_copies_attributes() -> None:
     model = Stack()
     placed = graphplan.partition(model, {"cpu": ROOMY}, (X,))
     weight, own = placed.layers[0].weight, model.layers[0].weight
@@ -137,7 +137,7 @@ def test_a_parameter_keeps_its_class_and_a_copy_has_its_own_notes() -> None:
 
 
 @pytest.mark.parametrize("branches", [False, True])
-def test_a_model_that_is_placed_at_its_first_call(branches: bool) -> None:
+def test_placed_at_first_call_keeps_parameter_objects(branches: bool) -> None:
     with graphplan.simulate({0: ROOMY}) as machine, warnings.catch_warnings():
         warnings.simplefilter("ignore", graphplan.GraphplanWarning)
         placed = graphplan.partition(Stack(branches=branches), machine.max_memory)
@@ -160,7 +160,7 @@ class Remembers(nn.Module):
         return x @ self.weight
 
 
-def test_an_attribute_that_is_one_with_a_weight_stays_so() -> None:
+def test_attribute_shared_with_a_weight_stays_shared() -> None:
     model = nn.Sequential(Remembers(), Remembers())
     with graphplan.simulate({0: ROOMY}) as machine:
         with pytest.warns(graphplan.GraphplanWarning, match="module by module"):
@@ -173,7 +173,7 @@ def test_an_attribute_that_is_one_with_a_weight_stays_so() -> None:
         assert plain[0].weight.data_ptr() != model[0].weight.data_ptr()
 
 
-def test_they_go_to_the_machine_of_their_parameter() -> None:
+def test_attribute_tensors_go_to_their_parameters_machine() -> None:
     plan = graphplan.plan(Stack(), machines=[{0: 60 << 10}] * 2, args=(X,))
     assert len(plan.stages) == 2
     for stage in plan.stages:
@@ -183,14 +183,14 @@ def test_they_go_to_the_machine_of_their_parameter() -> None:
         assert names == own | noted
 
 
-def test_a_noted_tensor_of_two_machines_is_an_error() -> None:
+def test_attribute_tensor_of_two_machines_raises() -> None:
     model: Any = Stack()
     model.layers[5].weight.scales.rows = model.layers[0].weight.scales.rows
     with pytest.raises(graphplan.PlanError, match=r"layers\.0\.weight\.scales\.rows.*another stage"):
         graphplan.plan(model, machines=[{0: 60 << 10}] * 2, args=(X,))
 
 
-def test_what_cannot_be_copied_is_shared() -> None:
+def test_uncopyable_attribute_is_shared_with_warning() -> None:
     model = Stack()
     model.layers[2].weight.lock = lock = (i for i in range(3))
     with graphplan.simulate({0: ROOMY}) as machine:
@@ -200,7 +200,7 @@ def test_what_cannot_be_copied_is_shared() -> None:
         assert largest_difference(placed(X), Stack()(X)) < 1e-5
 
 
-def test_a_trace_is_saved_with_them(tmp_path: Path) -> None:
+def test_attribute_tensors_are_in_saved_traces(tmp_path: Path) -> None:
     for _ in range(2):
         with graphplan.simulate({0: ROOMY}) as machine:
             placed = graphplan.partition(Stack(), machine.max_memory, (X,), capture_cache=tmp_path)
@@ -239,7 +239,7 @@ class Multiplied(nn.Module):
         return x @ self.weight * self.weight.factor
 
 
-def test_blocks_that_differ_by_a_note_are_traced_each() -> None:
+def test_blocks_with_different_attributes_are_traced_separately() -> None:
     model = Stack()
     model.layers = nn.ModuleList(stack(1, 1, 1, 3, 1, 1, of=Multiplied))
     with graphplan.simulate({0: ROOMY}) as machine:
@@ -247,7 +247,7 @@ def test_blocks_that_differ_by_a_note_are_traced_each() -> None:
         assert largest_difference(placed(X), model(X)) < 1e-5
 
 
-def test_a_saved_trace_is_that_of_the_same_notes(tmp_path: Path) -> None:
+def test_saved_trace_requires_equal_attributes(tmp_path: Path) -> None:
     for factor in (1.0, 3.0):
         model = stack(factor)
         placed = graphplan.partition(model, {"cpu": ROOMY}, (X,), capture_cache=tmp_path)
@@ -272,7 +272,7 @@ def _replace_object(weight: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [_set_factor, _set_power, _write_to_a_list, _replace_object])
-def test_a_change_of_a_note_is_followed(change: Any) -> None:
+def test_changed_parameter_attribute_is_retraced(change: Any) -> None:
     model = stack(1, 1)
     with graphplan.simulate({0: ROOMY}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
@@ -283,7 +283,7 @@ def test_a_change_of_a_note_is_followed(change: Any) -> None:
         assert largest_difference(found, model(X)) < 1e-5
 
 
-def test_a_note_that_was_shared_may_become_one_parameters_own() -> None:
+def test_shared_attribute_tensor_may_become_unshared() -> None:
     model = stack(1, 1)
     model[1].weight.scales.rows = model[0].weight.scales.rows  # type: ignore[index]
     with graphplan.simulate({0: ROOMY}) as machine:
@@ -293,7 +293,7 @@ def test_a_note_that_was_shared_may_become_one_parameters_own() -> None:
             assert not placed(X).cpu().any()
 
 
-def test_weights_of_a_functional_call_need_no_notes() -> None:
+def test_functional_call_weights_need_no_attributes() -> None:
     model = nn.Linear(SIZE, SIZE)
     for parameter in model.parameters():
         parameter.is_loaded = True  # type: ignore[attr-defined]
@@ -312,7 +312,7 @@ class Counts(Scaled):
 
 
 @pytest.mark.parametrize("budget", [ROOMY, 5 * SIZE * SIZE])
-def test_what_a_call_notes_is_there_in_the_next(budget: int) -> None:
+def test_attributes_set_by_a_call_persist(budget: int) -> None:
     model, eager = (stack(1, 1, of=Counts) for _ in range(2))
     locked = (i for i in range(3))  # cannot be copied
     model[1].weight.lock = locked  # type: ignore[index]
@@ -325,7 +325,7 @@ def test_what_a_call_notes_is_there_in_the_next(budget: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["train", "grad"])
-def test_a_note_that_is_trained_gets_its_gradient(mode: str) -> None:
+def test_trained_attribute_tensor_gets_a_gradient(mode: str) -> None:
     model, eager = stack(1), stack(1)
     with graphplan.simulate({0: ROOMY}) as machine, warnings.catch_warnings():
         warnings.simplefilter("ignore", graphplan.GraphplanWarning)
@@ -338,7 +338,7 @@ def test_a_note_that_is_trained_gets_its_gradient(mode: str) -> None:
         assert largest_difference(mine.cpu(), theirs) < 1e-4
 
 
-def test_objects_that_refer_to_each_other_are_looked_into_once() -> None:
+def test_cyclic_objects_in_attributes_are_searched_once() -> None:
     model, objects = stack(1), [Scales(torch.zeros(1)) for _ in range(40)]
     for index, one in enumerate(objects):
         one.first, one.second = objects[index - 1], objects[index - 2]  # type: ignore[attr-defined]
@@ -346,7 +346,7 @@ def test_objects_that_refer_to_each_other_are_looked_into_once() -> None:
     assert len(ModelWeights(model).parameter_attributes) == 41
 
 
-def test_one_warning_tells_of_all_that_cannot_be_copied() -> None:
+def test_uncopyable_attributes_warn_once() -> None:
     model = stack(1, 1, 1)
     for part in model:
         part.weight.lock = threading.Lock()
@@ -387,7 +387,7 @@ IDS = torch.arange(2, 20).reshape(2, 9)
         pytest.param(True, True, marks=pytest.mark.slow),
     ],
 )
-def test_four_bits(quantised: Any, nested: bool, called: bool) -> None:
+def test_four_bit_model_equals_reference(quantised: Any, nested: bool, called: bool) -> None:
     options = {"bnb_4bit_use_double_quant": nested, "bnb_4bit_compute_dtype": torch.float32}
     model, reference = (quantised(4, **options) for _ in range(2))
     asked = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
