@@ -1,4 +1,4 @@
-"""Room for what CUDA and PyTorch take beside a plan; on cards that are not here."""
+"""Memory reserved for CUDA and PyTorch, on mocked GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LT = MIB  # the workspace of cuBLASLt
 
 @pytest.fixture
 def card(monkeypatch: Any) -> Any:
-    """A card with 1 GiB free, 5 MiB of which PyTorch has in its cache."""
+    """A GPU with 1 GiB free, 5 MiB of which PyTorch has in its cache."""
     answers = {
         "is_available": lambda: True,
         "device_count": lambda: 1,

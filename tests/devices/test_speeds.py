@@ -1,4 +1,4 @@
-"""What is known of a machine's speed: cards, the caller's figures, measurements."""
+"""Speeds of devices and links: datasheets, the caller's figures, measurements."""
 
 from __future__ import annotations
 

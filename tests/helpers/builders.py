@@ -31,7 +31,7 @@ def chain(count: int = 4, weight: int = 4 * KIB, activation: int = KIB, flops: i
 
 
 def largest_difference(a: Any, b: Any) -> float:
-    """Between the leaves of two results; infinite where anything but a tensor's values differs."""
+    """The largest difference of the leaves of two results; infinite if anything but values differs."""
     left, right = leaves_of(a), leaves_of(b)
     if type(a) is not type(b) or len(left) != len(right):
         return float("inf")
@@ -53,7 +53,7 @@ def moves_of(machine: SimulatedMachine) -> list[tuple[Any, Any, int]]:
 
 
 def planned_moves(plan: graphplan.Plan) -> list[tuple[Any, Any, int]]:
-    """The copies that the plan foresees."""
+    """The planned copies."""
     return [(m.source, m.destination, m.nbytes) for m in plan.schedule.copies()]
 
 
@@ -75,7 +75,7 @@ def assert_kept(machine: SimulatedMachine, plan: graphplan.Plan, *, larger: bool
 def run_placed(
     machine: SimulatedMachine, placed: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Call a placed module, and hold the plan against what was measured."""
+    """Call a placed module, and compare the plan with the measurements."""
     gc.collect()
     machine.reset_peaks()
     result = placed(*args, **(kwargs or {}))

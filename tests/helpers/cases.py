@@ -9,7 +9,7 @@ import pytest
 
 
 def in_turn(many: Iterable[Any], few: Iterable[Any]) -> list[Any]:
-    """Each of the many with each of the few: with one of these, in turn, at every change; the rest slow."""
+    """Each of ``many`` with each of ``few``: one combination each at every change, the others as slow tests."""
     others = list(few)
     return [
         pytest.param(one, other, marks=[pytest.mark.slow] * (turn % len(others) != place))

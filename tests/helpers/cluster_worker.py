@@ -1,4 +1,4 @@
-"""What each process of torchrun runs in the tests of several machines: the cases that are named, in turn.
+"""The script of each torchrun process in the tests of several machines: it runs the named cases in turn.
 
 python tests/helpers/cluster_worker.py CASE [ARGUMENT ...] [-- CASE [ARGUMENT ...]] ...
 """
@@ -69,7 +69,7 @@ def divided(model: Any, inputs: dict[str, Any], microbatches: int, **options: An
 
 
 def check(name: str, model: Any, inputs: dict[str, Any]) -> None:
-    """The model in two microbatches where its results allow that, and eager, say the same."""
+    """The model, in two microbatches if its results allow, compared with eager mode."""
     with torch.no_grad():
         expected = model(**inputs)
     ranks = dist.get_world_size()
@@ -87,7 +87,7 @@ def check(name: str, model: Any, inputs: dict[str, Any]) -> None:
 
 
 def split_by_memory(model: Any, inputs: dict[str, Any]) -> Any:
-    """In one microbatch: only memory parts a model then."""
+    """In one microbatch: only memory budgets divide a model then."""
     nbytes = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     ranks = dist.get_world_size()
     for share in (0.7, 0.9, 1.2, 2.0, 4.0):
@@ -115,7 +115,7 @@ def architectures(*stems: str) -> None:
 
 
 def generation(*stems: str) -> None:
-    """Greedy and sampled tokens, and eager's."""
+    """Greedy and sampled tokens, compared with eager mode."""
     from architectures import TABLE
 
     for stem in stems:
@@ -175,7 +175,7 @@ def profile(folder: str) -> None:
 
 
 def fault(kind: str, rank: str) -> None:
-    """One rank dies, stops or is called otherwise; the others say what they waited for."""
+    """One rank dies, stops or is called with other inputs; the others print what they waited for."""
     here, x = dist.get_rank() == int(rank), torch.randn(4, 8)
     try:
         schedule = "interleaved" if dist.get_world_size() == 2 else "gpipe"
@@ -207,7 +207,7 @@ def fault(kind: str, rank: str) -> None:
 
 
 def loss_that_fails(result: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Its backward pass divides by zero."""
+    """An operation whose backward pass divides by zero."""
     result.register_hook(lambda gradient: gradient * (1 // 0))
     return torch.nn.functional.mse_loss(result, wanted)
 
@@ -307,7 +307,7 @@ class Rows(torch.nn.Module):
 
 
 def no_batches() -> None:
-    """Calls whose first dimension is no batch that divides; the ranks go on, also in inference mode."""
+    """Calls whose first dimension cannot be divided; the ranks continue, also in inference mode."""
     machines = [{"cpu": "1GiB"}] * dist.get_world_size()
     model = chain()
     placed: Any = graphplan.partition(
@@ -354,7 +354,7 @@ pytree.register_constant(Turn)
 
 
 class Options(torch.nn.Module):
-    """What it computes depends on arguments that are no tensors."""
+    """A model that depends on arguments that are not tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +369,7 @@ class Options(torch.nn.Module):
 
 
 def constants() -> None:
-    """Calls that differ in what is no tensor, the last two in the structure alone."""
+    """Calls that differ in arguments other than tensors, the last two only in the structure."""
     torch.manual_seed(0)
     model, x = Options().eval(), torch.randn(4, 8)
     machines = [{"cpu": 4608}] * dist.get_world_size()  # a third of the layers needs most of it
@@ -382,7 +382,7 @@ def constants() -> None:
 
 
 class Masked(torch.nn.Module):
-    """Goes by the values of a mask."""
+    """Branches on the values of a mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -464,7 +464,7 @@ def weights() -> None:
 
 
 def memory(folder: str) -> None:
-    """How far a process grows that loads its stage of a model of 1 GB, in bytes, beside its weights."""
+    """Bytes by which a process grows as it loads its stage of a model of 1 GB, and bytes of its weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -498,7 +498,7 @@ def rss(peak: bool = False) -> int:
 
 
 def training() -> None:
-    """A 1F1B step of a module whose values skip stages, and eager's gradients."""
+    """A 1F1B step of a module whose values skip stages, compared with eager mode."""
     torch.manual_seed(0)
     model, batch = PLAIN["DenseNet"]()[0], {"x": torch.randn(6, 16)}
     target, loss = torch.randn(6, 112), torch.nn.functional.mse_loss
@@ -556,7 +556,7 @@ def interleaved() -> None:
 
 
 def interleaved_more() -> None:
-    """Likewise: a Llama, concatenated skips, a weight of the first stage and the last."""
+    """Two stages on each rank: a Llama, concatenated skips, a weight of the first and last stage."""
     llama = small_llama()
     ids = torch.randint(0, 64, (16, 5))
     batch = {"input_ids": ids, "use_cache": False}
@@ -575,7 +575,7 @@ def interleaved_more() -> None:
 
 
 def check_turns(name: str) -> None:
-    """The results of a plain module in two microbatches, and eager's."""
+    """The results of a plain module in two microbatches, compared with eager mode."""
     model, inputs = PLAIN[name]()
     placed = divided(model.eval(), inputs, 2, **TURNS)
     say(f"{name}: {len(placed.plan.stages)} stages, {difference(placed(**inputs), model(**inputs)):.1e}")
@@ -599,7 +599,7 @@ class SharedLayers(torch.nn.Module):
 
 
 def trained_beside_eager(model: Any, batch: dict[str, Any], count: int, **options: Any) -> str:
-    """Gradients and losses of two steps, clipped, and weights after SGD, beside eager's."""
+    """Gradients and losses of two steps, clipped, and weights after SGD, compared with eager mode."""
     model, eager = copy.deepcopy(model), copy.deepcopy(model)  # on the CPU, the placed one shares its memory
     ids = next(iter(batch.values()))
     target, loss = torch.randint(0, 50, ids.shape), result_loss
@@ -715,7 +715,7 @@ def tied() -> None:
 
 
 def steps(folder: str, count: str, *faults: str) -> None:
-    """Training steps up to so many, from the last checkpoint on, each saved; beside those of one process."""
+    """Training steps up to ``steps``, resumed from the last checkpoint, compared with one process."""
     trainer = Trainer()
     saved = [int(path.parent.name) for path in Path(folder).glob("*/.metadata")]
     if saved:
@@ -746,7 +746,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has, by the names of the whole model."""
+        """The contents of a checkpoint, by the names of the whole model."""
         model, optimizer = get_state_dict(self.placed.stage, self.optimizer, options=FLAT)
         return {"model_state_dict": model, "optim_state_dict": optimizer}
 

@@ -1,4 +1,4 @@
-"""Small pipelines of diffusers with random weights, as their users build them."""
+"""Small pipelines of diffusers with random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every order in which CUDA may run what was enqueued on its streams: does each read see what it should?
+"""All orders in which CUDA may run work enqueued on its streams: does each read see the right bytes?
 
 ``CudaQueues`` itself is run, on streams and events that write down what they are asked for; a simulated
 device says which bytes of a prefetch buffer each operation touches. The host's steps are then explored with
@@ -28,7 +28,7 @@ GARBAGE = -1
 
 @dataclass(frozen=True)
 class Step:
-    """What a stream, or the host, does.
+    """A step of a stream or of the host.
 
     Attributes:
         kind: ``"read"``, ``"write"``, ``"record"``, ``"wait"`` for a record, or ``"sync"`` with a stream.
@@ -49,7 +49,7 @@ class Step:
 
 @dataclass
 class Recorder:
-    """What the host does, in order; what it enqueues stands where it is enqueued."""
+    """The host's actions in order, with the enqueued work at the place where it is enqueued."""
 
     steps: list[Step] = field(default_factory=list)
     current: str = "work 0"
@@ -73,14 +73,14 @@ class Recorder:
         self.steps.append(Step("write", owner, GARBAGE, buffer, 0, size))
 
     def replaced(self, new: torch.Tensor) -> None:
-        """A prefetch buffer has gone, or another one is there."""
+        """A prefetch buffer was freed or replaced."""
         if new.numel():
             self.buffers.append((_address(new), new.numel(), self.current))
         if self.buffers:
             self.garbage(len(self.buffers) - 1)
 
     def watch(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
-        """Note what an operation does to the bytes of the prefetch buffer."""
+        """Record an operation's accesses to the prefetch buffer."""
         if not self.buffers:
             return
         index = len(self.buffers) - 1
@@ -100,7 +100,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def fakes(recorder: Recorder) -> dict[str, Any]:
-    """Of ``torch.cuda``, what ``CudaQueues`` uses."""
+    """The part of ``torch.cuda`` that ``CudaQueues`` uses."""
 
     class Stream:
         def __init__(self, device: Any = None, name: str = "copies") -> None:
@@ -144,7 +144,7 @@ def fakes(recorder: Recorder) -> dict[str, Any]:
 
 @contextmanager
 def recording(machine: Any) -> Iterator[Recorder]:
-    """A block in which prefetch buffers of simulated devices are used as CUDA's are, and written down."""
+    """Context manager that records the use of prefetch buffers, as with CUDA's streams."""
     recorder = Recorder()
 
     def replace(storage: Any, new: torch.Tensor) -> None:
@@ -162,12 +162,12 @@ def recording(machine: Any) -> Iterator[Recorder]:
 
 
 def explore(steps: Sequence[Step]) -> str | None:
-    """What some interleaving does wrong; None where none does."""
+    """An error of some interleaving; None if there is none."""
     return _Explorer(steps).run()
 
 
 class _Explorer:
-    """All states of a program: how far the host and each stream are, and what the memory holds."""
+    """All states of a program: the positions of the host and of each stream, and the memory."""
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = steps
@@ -189,7 +189,7 @@ class _Explorer:
         ]
 
     def _expected(self) -> dict[int, tuple[int, ...]]:
-        """What each read sees if everything runs at once as it is enqueued."""
+        """The values of each read if all work runs as it is enqueued."""
         memory, found = [0] * len(self.cells), {}
         for index, step in enumerate(self.steps):
             if step.kind == "write":
@@ -242,6 +242,6 @@ class _Explorer:
                 yield host, moved, memory, records
 
     def _behind(self, positions: Sequence[int], name: str, host: int) -> bool:
-        """Whether a stream has not done all that was enqueued so far."""
+        """Whether a stream has not completed the work enqueued so far."""
         at, queue = positions[self.streams.index(name)], self.queues[name]
         return at < len(queue) and queue[at] < host

@@ -20,7 +20,7 @@ _UNITS = 2_000_000  # steps in which a capacity is counted
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What capacities allow of a graph's weights.
+    """Bounds on a graph's weights within capacities.
 
     Attributes:
         most: bytes that no packing passes.

@@ -1,4 +1,4 @@
-"""Plain modules of kinds that people train: convolutions, recurrences, experts, ties, parametrizations."""
+"""Plain modules of common kinds: convolutions, recurrences, experts, ties, parametrizations."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Detached(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Writes to what it has made."""
+    """Writes to its intermediate results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ PLAIN: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 class StoreCache:
-    """Keys and values of each layer, in lists: of no class of transformers."""
+    """Keys and values of each layer, in lists, not in a class of transformers."""
 
     def __init__(self) -> None:
         self.keys: list[Tensor] = []

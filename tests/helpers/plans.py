@@ -61,7 +61,7 @@ def large_plan(count: int = 10_000) -> Plan:
 
 @cache
 def hostile_plan() -> Plan:
-    """Names of a model that would be elements, scripts and comments if a page took them as such."""
+    """Names of a model that a page must escape: elements, scripts and comments."""
     values = [Value("x", KIB, KIB), Value("a", KIB, KIB), Value("b", KIB, KIB)]
     weight = Weight(f"{HOSTILE}.weight", KIB, (f"{HOSTILE}.weight",))
     operations = [
@@ -116,7 +116,7 @@ class _Block(nn.Module):
 
 
 class UNet(nn.Module):
-    """Branches that skip over what lies between."""
+    """Branches that skip layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -43,7 +43,7 @@ class RaceLog:
     """The clocks of one prefetch buffer's two queues, and every access so far.
 
     Attributes:
-        races: what went wrong, for people.
+        races: the races found, as text.
     """
 
     clocks: dict[str, Clock] = field(default_factory=lambda: {COPIES: {}, WORK: {}})
@@ -77,7 +77,7 @@ class RaceLog:
 
 
 class Event:
-    """What a queue had seen when it was recorded; nothing before."""
+    """The clock of a queue when it was recorded; empty before."""
 
     def __init__(self) -> None:
         self.clock: Clock = {}
@@ -122,7 +122,7 @@ class ClockedQueues:
     def watch(
         self, buffer: torch.Tensor, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
     ) -> None:
-        """Note what an operation does to the bytes of ``buffer``."""
+        """Record an operation's accesses to ``buffer``."""
         base, size = _address(buffer), buffer.numel()
         queue = COPIES if self.copying else WORK
         for tensors, writes in ((read, False), (written, True)):
@@ -209,7 +209,7 @@ def _operate(
 
 
 class DelayedQueues(ClockedQueues):
-    """Copies on a thread of their own, each after a delay that a seed chooses; work on the host."""
+    """Copies on a separate thread, each after a random delay; work on the host."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

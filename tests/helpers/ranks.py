@@ -57,7 +57,7 @@ class Ranks:
         return f"{self.printed.name}/{rank}"
 
     def outputs(self, ranks: Sequence[int] | None = None) -> list[str]:
-        """What these ranks printed, once they have ended."""
+        """The output of these ranks, after they ended."""
         found = []
         for rank in range(len(self.processes)) if ranks is None else ranks:
             self.processes[rank].join(max(0.1, self.deadline - time.monotonic()))
@@ -68,7 +68,7 @@ class Ranks:
 
 
 def _run(environment: dict[str, str], arguments: Sequence[str], printed: str) -> None:
-    """What one process does: the worker's script, as from a shell, its output in a file."""
+    """Run the worker's script in one process, with its output in a file."""
     os.environ.update(environment)
     file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -84,6 +84,6 @@ def said(output: str) -> list[str]:
 
 
 def said_by_case(output: str) -> dict[str, str]:
-    """Case -> its part of what a rank printed."""
+    """Case -> its part of a rank's output."""
     parts = re.split(r"^\[\d\] -- (\w+)$", output, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))

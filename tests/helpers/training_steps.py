@@ -1,4 +1,4 @@
-"""Training steps of placed models beside eager: results, gradients, weights, measured bytes."""
+"""Training steps of placed models compared with eager mode: results, gradients, weights, bytes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def check_training(
 
 
 CONFIGURATIONS: tuple[dict[int, float], ...] = ({0: 0.5}, {0: 0.7}, {0: 0.65, 1: 0.65})
-"""Shares of what a step takes; one accelerator has the CPU beside it."""
+"""Fractions of a step's bytes; the single accelerator is combined with the CPU."""
 
 
 def budgets_of(size: int, configuration: int) -> dict[Any, int]:
@@ -144,7 +144,7 @@ def budgets_of(size: int, configuration: int) -> dict[Any, int]:
 
 
 def example(architecture: Architecture) -> tuple[nn.Module, dict[str, Any]]:
-    """A model in train mode, and inputs with labels where it knows a loss."""
+    """A model in training mode, and inputs, with labels if it computes a loss."""
     model, inputs = architecture.build()
     if "ForCausalLM" in architecture.name or "LMHead" in architecture.name:
         inputs = {**inputs, "labels": inputs["input_ids"], "use_cache": False}

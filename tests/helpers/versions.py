@@ -1,4 +1,4 @@
-"""Tests of what older versions of a package cannot do."""
+"""Skips for tests that need newer versions of a package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One measured call beside the estimated one, on simulated devices."""
+"""A measured call compared with the estimated one, on simulated devices."""
 
 from __future__ import annotations
 

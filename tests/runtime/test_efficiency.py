@@ -1,4 +1,4 @@
-"""What types of operation reach of a device's figures: from samples, in costs, in plans."""
+"""Efficiency of operation types: from samples, in costs, in plans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOW = Efficiency(flops=0.5, bandwidth=0.25)
 
 
 def test_samples_separate_arithmetic_from_memory_efficiency() -> None:
-    """On a card of 1 TFLOP/s and 100 GB/s, with 4 µs for each operation."""
+    """On a GPU of 1 TFLOP/s and 100 GB/s, with 4 µs for each operation."""
     samples = [
         Sample("conv2d", 10**9, 10**6, 2e-3 + 4e-6),
         Sample("conv2d", 10**6, 10**8, 4e-3 + 4e-6),
@@ -37,7 +37,7 @@ def test_samples_separate_arithmetic_from_memory_efficiency() -> None:
 
 
 def test_many_samples_yield_an_overhead_per_type() -> None:
-    """Each takes 50 µs, and twice as long as by the figures: small ones are not taken for inefficient."""
+    """Each takes 50 µs and twice the nominal seconds: the overhead is not counted as inefficiency."""
     moved = [(10**size, 50e-6 + 2 * 10**size / CARD.bandwidth) for size in range(3, 9)]
     found = efficiencies([Sample("conv2d", 0, nbytes, seconds) for nbytes, seconds in moved], CARD)
     assert found["conv2d"].bandwidth == pytest.approx(0.5)
@@ -65,7 +65,7 @@ def test_invalid_efficiency_raises() -> None:
 
 
 def test_profiled_efficiency_sets_the_next_estimate() -> None:
-    """Linears that take five times their estimate do so in a plan by the profile's figures."""
+    """Linear layers measured at five times their estimate have that time in the next plan."""
     model, x = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), torch.randn(256, 512)
     plan = graphplan.plan(model, {"cpu": "1GiB"}, (x,))
     spec, took = plan.topology["cpu"], {}
@@ -95,7 +95,7 @@ def test_cases_run_and_are_small() -> None:
 
 
 def test_runs_of_a_case_read_different_memory() -> None:
-    """Else the innermost cache has all of it, as it seldom has in a model."""
+    """Otherwise the L1 cache would hold all data, as it seldom does in a model."""
     read: list[torch.Tensor] = []
 
     def noted(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Tensors that are noted on parameters, as bitsandbytes does: they go where the parameters go."""
+"""Tensors in attributes of parameters, as in bitsandbytes: they are placed with the parameters."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ROOMY = 1 << 20
 
 
 class Scales:
-    """As a library keeps them: an object that an object has."""
+    """Nested objects, as libraries keep them."""
 
     def __init__(self, rows: torch.Tensor, inner: Scales | None = None) -> None:
         self.rows, self.inner = rows, inner
 
 
 class Noted(nn.Parameter):
-    """Bytes, with what they mean in attributes."""
+    """Quantised bytes, with the scales in attributes."""
 
     def tripled(self) -> torch.Tensor:
         return 3 * self
@@ -357,7 +357,7 @@ def test_uncopyable_attributes_warn_once() -> None:
 
 @pytest.fixture
 def quantised(tmp_path: Path) -> Any:
-    """From the bits of a weight to a Llama of them, as ``from_pretrained`` makes it."""
+    """A quantised Llama, as ``from_pretrained`` builds it."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     torch.manual_seed(0)
     sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 128)

@@ -30,7 +30,7 @@ TOPOLOGY = read_max_memory({0: 1 << 30, 1: 1 << 30, "cpu": 1 << 30})
 
 
 def streamed(graph: Graph, slots: int, seed: int) -> Schedule:
-    """Operations anywhere, every weight on the CPU."""
+    """Random devices of operations, every weight on the CPU."""
     draw = random.Random(seed)
     devices = {name: draw.choice([0, 0, 0, 1, "cpu"]) for name in graph.operations}
     assignment = Assignment(devices, dict.fromkeys(graph.weights, "cpu"), {0: slots, 1: slots})
@@ -46,7 +46,7 @@ def test_random_schedules_have_no_races(graph: Graph, slots: int, seed: int) -> 
 
 
 def load_too_early(schedule: Schedule) -> Schedule:
-    """Let the last load, which reuses a slot, come before the release that it must follow."""
+    """Move the last load, which reuses a slot, before the release that it must follow."""
     order = list(schedule.steps)
     at = max(i for i, step in enumerate(order) if isinstance(step, Load))
     moved = order.pop(at)
@@ -109,7 +109,7 @@ def test_broken_schedule_is_detected_by_clocks_and_checks(damage: str) -> None:
 def run_with_clocks(
     machine: Any, placed: Any, calls: list[tuple[Any, ...]], queues: type[ClockedQueues] = ClockedQueues
 ) -> tuple[list[str], int, list[Any]]:
-    """Races, accesses and results of calls of a placed module, by what its operations really touch."""
+    """Races, accesses and results of calls of a placed module, by the memory that its operations access."""
     return clocked(machine, placed, lambda: [placed(*args) for args in calls], queues)
 
 
@@ -154,7 +154,7 @@ def test_random_modules_have_no_races(steps: list[tuple[str, int]], slots: int, 
 
 
 def rebuild_with_slots(placed: Any, slots: int, x: torch.Tensor) -> None:
-    """Lower a placed module's first call again, with prefetch buffers of so many slots."""
+    """Lower a placed module's first call again, with ``slots`` slots in each prefetch buffer."""
     state = placed._graphplan
     compiler = state.compile.__self__
     planned = state.programs[0].plan

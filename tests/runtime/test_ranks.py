@@ -1,4 +1,4 @@
-"""Models over real processes of a gloo group on loopback, beside eager."""
+"""Models over real processes of a gloo group on loopback, compared with eager mode."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def outputs_of(ranks: int, *arguments: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What three ranks save, and two go on from."""
+    """A checkpoint that three ranks save, from which two resume."""
     return tmp_path_factory.mktemp("checkpoint")
 
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What each rank writes of a measured batch."""
+    """The profile that each rank writes."""
     return tmp_path_factory.mktemp("traces")
 
 
 @pytest.fixture(scope="module")
 def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
-    """By rank, what two ranks say in each case: processes are started once for all."""
+    """The output of two ranks in each case, by rank: processes are started once for all."""
     assert three
     cases = [
         "architectures",
@@ -76,7 +76,7 @@ def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def three(checkpoint: Path, traces: Path) -> list[dict[str, str]]:
-    """Likewise of three ranks."""
+    """The output of three ranks in each case."""
     cases = ["plain", "--", "differs", "--", "no_batches", "--", "constants", "--", "values", "--"]
     cases += ["profile", str(traces)]
     if TRAINS:
@@ -98,7 +98,7 @@ def three(checkpoint: Path, traces: Path) -> list[dict[str, str]]:
 
 
 def check_equal(outputs: Sequence[str], names: Sequence[str]) -> None:
-    """Every rank says of each model that it is divided and does as eager."""
+    """Every rank prints for each model that it is divided and equals eager mode."""
     for output in outputs:
         lines = {line.partition(":")[0]: line for line in said(output)}
         assert set(lines) == set(names), output[-2000:]
@@ -283,7 +283,7 @@ def test_detached_gradients_equal_eager_mode(three: list[dict[str, str]]) -> Non
 
 
 def check_planned(outputs: Sequence[str]) -> None:
-    """Weights are eager's after two steps, and no device holds more than the plan says."""
+    """After two steps, weights equal eager mode's, and no device exceeds the plan's peak."""
     for output in outputs:
         _, memory, difference = said(output)
         peak, planned, budget = map(int, re.findall(r"\d+", memory))
@@ -330,7 +330,7 @@ def test_shared_weight_sums_gradients_of_both_stages(two: list[dict[str, str]]) 
 
 
 def check_turns(outputs: Sequence[str], names: str) -> None:
-    """Two stages on each rank do as eager."""
+    """Two stages on each rank equal eager mode."""
     for output in outputs:
         lines = dict(line.split(": ") for line in said(output))
         assert list(lines) == names.split()
@@ -401,7 +401,7 @@ def test_torchrun_resumes_from_checkpoint_after_rank_failure(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_process_memory_grows_by_its_stage_alone(tmp_path: Path) -> None:
-    """Of a model of 1 GB, read from a checkpoint: by a tenth more, and what a small model takes, at most."""
+    """For a model of 1 GB from a checkpoint, it exceeds the stage's weights by 10 % and 32 MiB at most."""
     for _ in range(2):  # rank 0 writes the checkpoint the first time, and is larger for it
         with Ranks(2, "memory", str(tmp_path / "llama")) as group:
             lines = [said(output)[-1].split() for output in group.outputs()]

@@ -145,7 +145,7 @@ def test_modules_copies_and_gradients() -> None:
 
 
 def test_torch_tensor_accepts_simulated_scalars() -> None:
-    """As Qwen2-VL makes the lengths of its images."""
+    """As Qwen2-VL computes the lengths of its images."""
     with graphplan.simulate({0: "1MiB"}):
         numbers = torch.tensor([3, 4], device="sim:0")
         made = torch.tensor([numbers[1], numbers[0], 5], device="sim:0")
@@ -210,7 +210,7 @@ def test_cpu_inference_tensors_stay_inference_tensors() -> None:
 
 
 def test_out_of_memory_in_backward_raises() -> None:
-    """Raised in a thread of autograd, it ended the process."""
+    """Regression: raised in autograd's thread, the error ended the process."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     with simulate({0: 90_000}) as machine:
@@ -238,7 +238,7 @@ def test_sizes_of_packed_sequences_are_on_the_cpu() -> None:
 
 
 def test_deepcopied_parameter_has_no_gradient() -> None:
-    """As of ``nn.Parameter``; that of another tensor is copied."""
+    """As ``nn.Parameter`` behaves; the gradient of other tensors is copied."""
     with simulate({0: "1MiB"}):
         parameter, tensor = nn.Parameter(torch.ones(3, device="sim:0")), torch.ones(3, device="sim:0")
         for one in (parameter, tensor.requires_grad_()):
@@ -252,7 +252,7 @@ def test_deepcopied_parameter_has_no_gradient() -> None:
 
 
 def test_deepcopies_allocate_memory() -> None:
-    # those of tensors that are no parameters took none
+    # copies of tensors other than parameters took none
     with simulate({0: "1MiB"}) as machine:
         tensor = torch.zeros(1024, device="sim:0")
         assert machine.live_bytes(0) == 4096

@@ -1,4 +1,4 @@
-"""Weights in one allocation per device, and what people do with a module whose weights are there."""
+"""Weights in one allocation per device: copies, pickles, state dicts and moves of such modules."""
 
 from __future__ import annotations
 

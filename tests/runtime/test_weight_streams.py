@@ -98,7 +98,7 @@ def test_segment_is_moved_in_one_copy() -> None:
 
 
 class Apply(nn.Module):
-    """A layer whose weights are another module's."""
+    """A layer that reads the weights of another module."""
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return torch.tanh(nn.functional.linear(x, weight, bias))
@@ -118,7 +118,7 @@ class Tied(nn.Module):
 
 
 def test_weight_streamed_to_two_devices_is_copied_as_planned() -> None:
-    """It lies beside the bias of the first layer, not beside that of the second."""
+    """It is adjacent to the bias of the first layer, not to that of the second."""
     model, pin = Tied(), {"w": "cpu", "b": "cpu", "c": "cpu", "first": 0, "second": 1}
     with graphplan.simulate({0: 1 << 16, 1: 1 << 16, "cpu": 1 << 30}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (X,), pin=pin, cpu_compute=False)
@@ -264,7 +264,7 @@ def test_saving_one_weight_writes_only_its_bytes(tmp_path: Any) -> None:
 
 
 class Failing(Blocks):
-    """Asks for an index that may not be there, half-way."""
+    """Halfway through, it indexes with an argument that may be out of range."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ def test_threads_run_one_at_a_time(pin: dict[str, Any]) -> None:
 
 @contextmanager
 def held_by_a_thread(lock: CallLock, seconds: float) -> Iterator[None]:
-    """A block in which another thread has its turn, for so long or until the block ends."""
+    """Context manager in which another thread holds the lock, for ``seconds`` or until it exits."""
     begun, end = threading.Event(), threading.Event()
 
     def hold() -> None:

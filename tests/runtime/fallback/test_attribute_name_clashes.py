@@ -1,4 +1,4 @@
-"""Names of a model's own come before graphplan's: what is said of a placed module is under ``.graphplan``."""
+"""A model's attributes take precedence over graphplan's, which are also under ``.graphplan``."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_view_attributes_do_not_hide_model_attributes() -> None:
 
 
 class Registered(nn.Module):
-    """Of which each subclass gives a name of its own, as it is made."""
+    """Its subclasses must pass a name when they are defined."""
 
     named: ClassVar[dict[str, type]] = {}
 
@@ -152,7 +152,7 @@ def test_derived_classes_do_not_call_init_subclass() -> None:
 
 
 class Table(dict[str, int], nn.Module):
-    """A module that is a dict: an instance has another layout."""
+    """A module that is also a dict, so that instances have another layout."""
 
     __hash__, __eq__ = object.__hash__, object.__eq__
 

@@ -1,4 +1,4 @@
-"""What modules that run one by one do to their inputs, and what they return, is as in eager."""
+"""Module by module, writes to inputs and results equal eager mode."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers whose outer code no capture takes."""
+    """Layers whose outer code cannot be traced."""
 
     def __init__(self, outer: Callable[..., Any], layer: Callable[..., Any]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Stack(nn.Module):
 def compare(
     outer: Callable[..., Any], layer: Callable[..., Any], budgets: Any, *args: Any, inference: bool = False
 ) -> None:
-    """Results, and inputs afterwards, of two calls are eager's, and where the inputs are."""
+    """Results and inputs after two calls equal eager mode's, on the inputs' device."""
     model = Stack(outer, layer).eval()
     with graphplan.simulate(budgets if 0 in budgets else {0: "1MiB"}):
         with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
@@ -99,7 +99,7 @@ class Named(UserDict[str, Any]):
 
 
 class Bag:
-    """No dataclass: its tensors are in an object that it has, which refers back to it."""
+    """Not a dataclass: its tensors are in an object that refers back to it."""
 
     def __init__(self, h: torch.Tensor) -> None:
         self.store = SimpleNamespace(h=h, owner=self, bag=weakref.ref(self))
@@ -109,7 +109,7 @@ class Bag:
 
 
 class Keyed(dict[str, Any]):
-    """Nothing that torch's pytrees look into."""
+    """A class that torch's pytrees do not flatten."""
 
 
 def each(layers: Any, x: torch.Tensor, context: Any) -> Any:
@@ -321,7 +321,7 @@ def test_invalid_writes_raise_as_in_eager_mode(made: Any, message: str, budgets:
 
 
 class Required(OrderedDict[str, Any]):
-    """``copy`` makes none."""
+    """``copy`` cannot copy it."""
 
     def __init__(self, h: torch.Tensor) -> None:
         super().__init__(h=h)
@@ -363,7 +363,7 @@ def test_interrupt_restores_the_callers_containers() -> None:
 
 
 class Flattened:
-    """torch's pytrees know it by a dict that is made anew."""
+    """torch's pytrees flatten it to a new dict."""
 
     def __init__(self, h: Any) -> None:
         self.h = h
@@ -401,7 +401,7 @@ def test_results_are_moved_to_device_of_nested_tensors() -> None:
 
 
 class Remembers(nn.Module):
-    """Keeps an object, and returns it, in another too."""
+    """Keeps an object and returns it, also inside another."""
 
     def __init__(self) -> None:
         super().__init__()

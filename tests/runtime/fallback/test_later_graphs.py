@@ -1,4 +1,4 @@
-"""A model whose example has no graph: calls of other structures may have one, with the weights there."""
+"""A model whose example cannot be traced: calls of other structures may be, with the same weights."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Listener(logging.Handler):
 
 
 def tried_in_vain(function: Callable[[], Any]) -> int:
-    """How often a call was tried, and has no graph."""
+    """The number of failed traces."""
     handler = Listener()
     logger = logging.getLogger("graphplan")
     level = logger.level
@@ -106,7 +106,7 @@ def test_untraceable_structure_is_traced_once(machine: Any) -> None:
 
 
 def test_number_of_trace_attempts_is_limited(machine: Any) -> None:
-    """A text that differs from call to call is another structure each time."""
+    """A text argument that differs in each call is a new structure each time."""
     eager = Seeing().eval()
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, IMAGE))
 
@@ -146,7 +146,7 @@ def test_copies_and_pickles_run_and_trace() -> None:
 
 @torch.no_grad()
 def test_prefetch_buffers_leave_room_for_hooked_calls() -> None:
-    """Streaming's prefetch buffers do not take what calls without a graph need."""
+    """Prefetch buffers leave the memory that calls without a graph need."""
     eager = Seeing(layers=8).eval()
     big = torch.randn(64, 32), torch.rand(64, 32)
     with graphplan.simulate({0: bytes_of(eager) // 3, "cpu": "1MiB"}) as small:

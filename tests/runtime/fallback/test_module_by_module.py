@@ -1,4 +1,4 @@
-"""Later calls that no capture takes, of a module that is placed as a graph."""
+"""Later calls that cannot be traced, of a module that is placed with a graph."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Early(nn.Module):
-    """Its graph has no end that data decides; with ``stop`` it has."""
+    """With ``stop``, data decides when it returns, so that it cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Early(nn.Module):
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor, stop: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        self.seen = self.seen + 1  # made anew
+        self.seen = self.seen + 1  # a new tensor
         for block in self.blocks:
             x = block(x)
             if stop is not None and float(x.detach().sum()) > float(stop):
@@ -164,7 +164,7 @@ def test_warns_once_for_all_numbers(numbers: tuple[float, ...]) -> None:
 
 
 class Reading(Early):
-    """It reads a child's weight, and what it has kept of the call before, itself."""
+    """Its own code reads a child's weight, and a value kept from the previous call."""
 
     kept: torch.Tensor | None = None
 
@@ -227,7 +227,7 @@ def test_hooks_added_by_the_model_keep_graphs_valid() -> None:
 
 
 class Keeping(nn.Module):
-    """A call with an image, which has no graph, leaves in attributes what calls without one read."""
+    """A call with an image has no graph; it sets attributes that calls without an image read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ def test_graphs_see_state_from_module_by_module_calls() -> None:
 
 @pytest.mark.filterwarnings("ignore:hooks were added:graphplan.GraphplanWarning")
 def test_graphs_see_state_from_hooked_calls() -> None:
-    """Their graphs are made anew when these are gone, and not at each call meanwhile."""
+    """Graphs are retraced once the hooks are gone, and not at each call before."""
     eager, x = Keeping().eval(), torch.randn(2, 8)
     with graphplan.simulate({0: "20KiB", 1: "20KiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (x,))
@@ -301,7 +301,7 @@ def test_modules_replaced_by_a_call_stay_replaced() -> None:
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 @pytest.mark.parametrize("stops", [False, True])
 def test_modes_set_by_a_call_apply_to_the_next(stops: bool) -> None:
-    """Not those of the same call, which is tried first."""
+    """The modes do not apply to the same call, which a trial precedes."""
 
     class Freezing(nn.Module):
         def __init__(self) -> None:
@@ -326,7 +326,7 @@ def test_modes_set_by_a_call_apply_to_the_next(stops: bool) -> None:
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))])
 def test_call_may_copy_submodules(duplicate: Any) -> None:
-    """The copies have nothing of the call."""
+    """The copies have no state of the call."""
 
     class Teaching(Early):
         def forward(self, x: torch.Tensor, stop: Any = None) -> Any:  # type: ignore[override]  # other arguments
@@ -357,7 +357,7 @@ def test_buffers_are_written_once_per_call() -> None:
 
 
 class Mixes(nn.Module):
-    """No graph has it; if asked to, it adds what two submodules return."""
+    """It cannot be traced; optionally it adds the results of two submodules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ def test_failing_later_call_raises_with_advice() -> None:
 
 
 class Counted(nn.Module):
-    """Counts in a buffer that its model has too."""
+    """Counts in a buffer that its model shares."""
 
     def __init__(self, calls: torch.Tensor) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ class Counted(nn.Module):
 
 
 class Shares(nn.Module):
-    """No graph has it; its bytes are on another device than the buffer that it shares."""
+    """It cannot be traced; most of its bytes are on another device than the shared buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -466,7 +466,7 @@ def test_gradients_equal_eager_mode() -> None:
 
 
 class Crossed(nn.Module):
-    """Reads a weight of a module past it."""
+    """Reads a weight of a module without calling it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -490,7 +490,7 @@ def test_weights_on_several_devices_are_gathered_on_the_calls() -> None:
 
 
 class Picky(Crossed):
-    """Some device has no kernel for it."""
+    """An operation for which some device has no kernel."""
 
     def forward(self, x: torch.Tensor, stop: torch.Tensor | None = None) -> torch.Tensor:
         y = self.first(x)
@@ -511,7 +511,7 @@ def test_call_failing_in_all_modes_raises_with_advice() -> None:
 
 
 class Meets(Crossed):
-    """Adds what two modules make, in code of its own."""
+    """Adds the results of two modules in its own code."""
 
     def forward(self, x: torch.Tensor, stop: torch.Tensor | None = None) -> torch.Tensor:
         y = self.first(x)
@@ -639,7 +639,7 @@ def test_cpu_compute_false_is_respected() -> None:
 
 @contextmanager
 def watched(ran: list[str]) -> Iterator[None]:
-    """Note where linear layers compute."""
+    """Record the devices on which linear layers compute."""
     linear = torch.nn.functional.linear
 
     def noting(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
@@ -652,7 +652,7 @@ def watched(ran: list[str]) -> Iterator[None]:
 
 
 def stopping(model: Any) -> Any:
-    """The model, whose decoding asks the data."""
+    """A model whose decoding branches on data."""
     original = type(model)
 
     class Stopping(original):
@@ -691,7 +691,7 @@ def test_caches_move_with_layers_and_prefill_uses_a_graph() -> None:
 
 
 class Around(Early):
-    """Takes no names in its call; one of its blocks is of a class that torch.fx makes."""
+    """Overrides ``__call__`` without keywords; one of its blocks is an ``fx.GraphModule``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -737,7 +737,7 @@ class Recording(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_hooks_registered_during_a_call_stay() -> None:
-    """They were gone at the second call, with the flag that says they are there: it returned nothing."""
+    """Regression: the hooks were gone at the second call, though the flag of their presence was set."""
     model = Recording().eval()
     with graphplan.simulate({0: "4KiB", "cpu": "1MiB"}) as machine, torch.no_grad():
         made = graphplan.partition(copy.deepcopy(model), machine.max_memory, (X,))
@@ -754,7 +754,7 @@ def test_hooks_registered_during_a_call_stay() -> None:
 @pytest.mark.filterwarnings("error:hooks were added", "error:.*traced again")
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_threads_run_graphs_during_module_by_module_calls() -> None:
-    """What a call without a graph does to its modules while it runs, no other call takes for a change."""
+    """Temporary changes by a call without a graph are not taken for changes by other calls."""
     results = list[Any]()
     with placed() as (model, _, made), torch.no_grad():
         made(X)
@@ -799,7 +799,7 @@ def test_module_may_call_itself() -> None:
 
 
 class Checkpointed(nn.Module):
-    """A layer is computed again in the backward pass of a call without a graph."""
+    """A layer is recomputed in the backward pass of a call without a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -814,10 +814,10 @@ class Checkpointed(nn.Module):
         return y if stop is not None and float(y.detach().sum()) > float(stop) else self.last(y)
 
 
-@pytest.mark.parametrize("example", [(X,), (X, STOP)], ids=["beside graphs", "without any"])
+@pytest.mark.parametrize("example", [(X,), (X, STOP)], ids=["with graphs", "without"])
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_checkpoint_recomputation_equals_the_first_run(example: tuple[torch.Tensor, ...]) -> None:
-    """Without any graph, the backward pass ended in a SystemError."""
+    """Regression: without any graph, the backward pass ended in a SystemError."""
     model = Checkpointed()
     with graphplan.simulate({0: "30KiB", 1: "30KiB"}) as machine:
         made = graphplan.partition(copy.deepcopy(model), machine.max_memory, example, grad=True)

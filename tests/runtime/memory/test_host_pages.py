@@ -1,4 +1,4 @@
-"""Host memory for streamed weights: places, storages, and what CUDA is told of it."""
+"""Host memory for streamed weights: addresses, storages, and registration with CUDA."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graphplan.runtime.memory.host_pages import HostPages
 
 
 class Cudart:
-    """Stands in for CUDA's runtime, which this test does without."""
+    """Replaces CUDA's runtime."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -33,7 +33,7 @@ class Cudart:
 
 
 def mapped(address: int) -> bool:
-    """Whether there is memory at an address, where the system tells."""
+    """Whether memory is mapped at an address, if the system has a list."""
     listing = Path("/proc/self/maps")
     if not listing.is_file():
         return True

@@ -1,4 +1,4 @@
-"""Tensors of a model that lie in one memory, or are sparse: what has them runs as in eager."""
+"""Models whose tensors share memory or are sparse equal eager mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A route takes no call that binding and flattening would have treated otherwise."""
+"""Routes accept only calls that binding and flattening treat in the same way."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 def forward(
     a: Any, b: Any = None, /, c: Any = 1, *rest: Any, flag: Any = False, size: Any = 0.0, **more: Any
 ) -> None:
-    """What a model may take."""
+    """Arguments of many kinds."""
 
 
 SIGNATURE = inspect.signature(forward)
@@ -88,7 +88,7 @@ def route_of(args: list[Any], kwargs: dict[str, Any]) -> tuple[Route | None, Inp
 
 
 def assert_agrees(route: Route, signature: InputSignature, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the route takes the call; if so, binding must have found the same."""
+    """Whether the route accepts the call; if so, binding must yield the same leaves."""
     leaves = route.leaves(args, kwargs, CPU)
     if leaves is None:
         return False
@@ -306,7 +306,7 @@ def test_route_depends_on_default_dtype() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-def test_small_calls_run_the_first_plan_after_a_large_one() -> None:
+def test_small_calls_use_the_first_plan_after_large_ones() -> None:
     """The plan of the large call streams weights or computes on the CPU; those of small ones do not."""
     model = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(256, 256), nn.ReLU()))).eval()
     with graphplan.simulate({0: "700KiB"}) as machine:

@@ -1,4 +1,4 @@
-"""Who wants gradients of a module that was placed without them is told so, and nobody else."""
+"""A call that expects gradients from a module placed without them warns; other calls do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ X = torch.ones(2, 8)
 
 
 class Scored(nn.Module):
-    """A model that returns a loss where it is given labels."""
+    """A model that returns a loss if it is called with labels."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ class Factor:
 
 
 class Hook:
-    """With a state of its own."""
+    """An object with an attribute."""
 
     def __init__(self) -> None:
         self.k = 2.0
@@ -60,7 +60,7 @@ class Hook:
 
 
 class Net(nn.Module):
-    """Reads what no module registers."""
+    """Reads objects that no module registers."""
 
     factor = 1.0
 
@@ -112,7 +112,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "the object of a partial": lambda net: setattr(net.settings.times.func.__self__, "k", 0.5),
     "an array": lambda net: net.settings.codes.__setitem__(0, 2.0),
     "a set": lambda net: net.names.add("y"),
-    "a list beside a set": lambda net: net.nested["l"].__setitem__(1, 4.0),
+    "a list next to a set": lambda net: net.nested["l"].__setitem__(1, 4.0),
     "a set in a dict": lambda net: net.nested["s"].add(7),
     "a partial": lambda net: net.slope.keywords.update(negative_slope=0.25),
     "a weight of a hidden module": lambda net: net.hidden[0].bias.add_(1),

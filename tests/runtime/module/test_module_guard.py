@@ -1,4 +1,4 @@
-"""What is changed in a placed module is followed, or refused: never a stale graph, never silently."""
+"""Changes of a placed module are retraced or refused: no stale graph runs."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_copies_have_the_changes(machine: Any, copied: Callable[[Any], Any]) -> 
 
 
 class Width(Enum):
-    """A member may hold what changes, as other objects do."""
+    """An enum member may hold an attribute that changes."""
 
     WIDE = 1
 
@@ -166,7 +166,7 @@ def test_changed_enum_member_is_retraced(machine: Any) -> None:
 
 
 class Stepping(nn.Module):
-    """A layer that keeps its own method in an attribute, and what the method reads in another."""
+    """A layer that keeps its own method in an attribute, and a value that the method reads in another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def test_hooks_of_submodules_are_called(machine: Any) -> None:
 
 
 def test_hooks_added_with_another_change_are_not_traced(machine: Any) -> None:
-    """As those of hook points, which list them: the trace called them, with tensors that have no values."""
+    """Regression: hooks that a hook point lists were called in the trace, with tensors without values."""
     placed, net, x = placed_net(machine)
     seen: list[torch.Tensor] = []
 
@@ -340,7 +340,7 @@ def test_hook_receives_the_placed_submodule(machine: Any) -> None:
 
 
 class Weighs(nn.Module):
-    """Leaves its weights in an attribute, for hooks to see; twice the same activation."""
+    """Sets an attribute that hooks read; it calls the same activation twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -455,7 +455,7 @@ def test_thread_does_not_wait_for_another_threads_capture(machine: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:hooks were added")
-def test_hook_calling_placed_model_does_not_deadlock_with_waiting_thread(
+def test_hook_calling_placed_model_does_not_deadlock_waiting_thread(
     machine: Any,
 ) -> None:
     placed, net, x = placed_net(machine)
@@ -508,7 +508,7 @@ def test_hook_may_call_the_placed_model(machine: Any) -> None:
 
 
 class Assigning(nn.Module):
-    """It makes a buffer anew before and after a layer."""
+    """Replaces a buffer before and after a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -625,13 +625,13 @@ def test_unplace_returns_the_plain_model(machine: Any) -> None:
 
 
 class Card:
-    """Of its model: what a library keeps about it."""
+    """An object that a library attaches to a model."""
 
     model: nn.Module
 
 
 class Carded(Net):
-    """Has an object that refers to it."""
+    """Has an object that refers back to the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -655,7 +655,7 @@ def test_back_references_point_to_the_placed_model(machine: Any, later: bool) ->
 
 
 class Pairs(tuple[int, ...]):
-    """Items of a class that has no length."""
+    """A sequence class without ``__len__``."""
 
     def __len__(self) -> int:
         raise NotImplementedError

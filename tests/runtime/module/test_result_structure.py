@@ -1,4 +1,4 @@
-"""Rebuilt results are what pytree would have made, and no call shares anything with the next."""
+"""Rebuilt results equal pytree's, and no two calls share objects."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Summed(torch.nn.Module):
 
 
 def test_model_outputs_keep_the_order_of_their_keys() -> None:
-    """Made again they had that of their class: ``output[1]`` was another tensor, so was what a graph read."""
+    """Regression: rebuilt outputs had the key order of their class, so ``output[1]`` was another tensor."""
     outputs = pytest.importorskip("transformers.modeling_outputs").BaseModelOutputWithPooling
     model = Summed().eval()
 

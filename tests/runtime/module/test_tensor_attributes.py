@@ -1,4 +1,4 @@
-"""Tensors in attributes: graphs take the values that they have at each call."""
+"""Tensors in attributes: graphs read their current values in each call."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_trace_that_branched_on_values_is_retraced(read: Callable[[torch.Tensor]
 
 
 class Sharing(nn.Module):
-    """A tensor in an attribute, and what else may have it or its memory."""
+    """A tensor in an attribute, and others that may share it or its memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_attribute_that_is_a_buffer_stays_one_after_retrace() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
 def test_values_changed_back_to_the_traced_ones() -> None:
-    """Also where nothing may have others from now on: a further graph goes by values, or there is a copy."""
+    """Also if values may no longer change: a later graph branches on them, or there is a copy."""
 
     class Late(Net):
         def forward(self, x: torch.Tensor, times: Any = None) -> torch.Tensor:

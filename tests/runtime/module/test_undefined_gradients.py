@@ -1,4 +1,4 @@
-"""A loss of some of the results leaves the gradients that autograd leaves: none where none comes."""
+"""Losses of some of the results: gradients are None where they are None in eager mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUDGETS = [{0: "1MiB"}, {0: "24KiB", 1: "24KiB", "cpu": "1MiB"}, {"cpu": "1MiB"}
 
 
 class Heads(nn.Module):
-    """Results of shared and of own weights; of parts of one value; and one whose gradient is no number."""
+    """Results of shared and separate weights, of parts of one value, and one with a NaN gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_gradients_equal_eager_mode(budgets: dict[int | str, str]) -> None:
 
 
 def test_gradients_of_several_losses_add_up() -> None:
-    """What stands in the place of a sum has memory of its own: it may become a gradient."""
+    """A value that replaces a sum has separate memory: it may become a gradient."""
     model = Heads()
     placed = graphplan.partition(copy.deepcopy(model), {"cpu": "1MiB"}, (X,), train=True)
     losses = [["left"], ["left", "mean"], ["right"], ["left"]]

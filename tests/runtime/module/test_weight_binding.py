@@ -1,4 +1,4 @@
-"""A call reads the weights that the modules hold when it comes, however they came there."""
+"""A call reads the current weights of the modules, however they were set."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def placed_net() -> Any:
 
 
 def eager(placed: Any) -> torch.Tensor:
-    """What the original's forward makes of the weights that the placed module has."""
+    """The result of the original's forward with the weights of the placed module."""
     with torch.no_grad():
         return Net.forward(placed, X)
 
@@ -96,7 +96,7 @@ def parametrize(net: Any) -> None:
 
 
 def parametrized(change: Any) -> Any:
-    """Where other weights are read by another class, the model is traced anew."""
+    """If another class reads the replaced weight, the model is retraced."""
     return pytest.warns(graphplan.GraphplanWarning, match="again") if change is parametrize else nullcontext()
 
 
