@@ -9,7 +9,7 @@ import pytest
 
 
 def in_turn(many: Iterable[Any], few: Iterable[Any]) -> list[Any]:
-    """Each of ``many`` with each of ``few``: one combination each at every change, the others as slow tests."""
+    """All pairs of ``many`` and ``few``: one for each of ``many`` always runs, the others are slow tests."""
     others = list(few)
     return [
         pytest.param(one, other, marks=[pytest.mark.slow] * (turn % len(others) != place))

@@ -715,7 +715,7 @@ def tied() -> None:
 
 
 def steps(folder: str, count: str, *faults: str) -> None:
-    """Training steps up to ``steps``, resumed from the last checkpoint, compared with one process."""
+    """Training steps up to ``count``, resumed from the last checkpoint, compared with one process."""
     trainer = Trainer()
     saved = [int(path.parent.name) for path in Path(folder).glob("*/.metadata")]
     if saved:
