@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -30,8 +31,8 @@ from graphplan.devices.max_memory import MaxMemory
 from graphplan.devices.topology import Link
 from graphplan.errors import BudgetError, DeviceError, InputError, PlanError
 from graphplan.ir.cluster.cluster_plan_data import Objective
-from graphplan.ir.cluster.flight import Flight, PipelineSchedule
-from graphplan.ir.cluster.interleaved_order import rounds_divide
+from graphplan.ir.cluster.flight import Flight
+from graphplan.ir.cluster.pipeline_order import PipelineSchedule, rounds_divide
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.agreement import (
@@ -67,14 +68,17 @@ def read_cluster(machines: Sequence[MaxMemory], plan_options: PlanOptions, *, gr
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InputError(f"microbatches must be a positive integer, not {count!r}")
     for what, value, choices in (
-        ("schedule", plan_options.schedule, get_args(PipelineSchedule)),
+        ("schedule", plan_options.schedule, (None, *get_args(PipelineSchedule))),
         ("objective", plan_options.objective, get_args(Objective)),
     ):
         if value not in choices:
             raise InputError(f"{what} must be one of {', '.join(map(repr, choices))}, not {value!r}")
     if plan_options.network is not None and not isinstance(plan_options.network, Link):
         raise InputError(f"network must be a graphplan.Link, not {plan_options.network!r}")
-    stages, topologies = _stages_per_machine(plan_options, len(machines)), []
+    grad = grad or plan_options.train
+    one_forward_one_backward = grad and count >= len(machines)
+    schedule = plan_options.schedule or ("1f1b" if one_forward_one_backward else "gpipe")
+    stages, topologies = _stages_per_machine(schedule, plan_options, len(machines)), []
     for index, max_memory in enumerate(machines):
         try:
             topologies.append(plan_options.topology(max_memory, grad=grad))
@@ -82,8 +86,8 @@ def read_cluster(machines: Sequence[MaxMemory], plan_options: PlanOptions, *, gr
             raise type(error)(f"machines[{index}]: {error}") from error
     flight = Flight(
         count,
-        plan_options.schedule,
-        grad=grad or plan_options.train,
+        schedule,
+        grad=grad,
         train=plan_options.train,
         machines=len(machines),
         stages_per_machine=stages,
@@ -97,14 +101,14 @@ def _require_list(machines: Any) -> None:
         raise InputError("machines must list one max_memory for each rank: [{0: '20GiB'}, {0: '80GiB'}]")
 
 
-def _stages_per_machine(plan_options: PlanOptions, machines: int) -> int:
+def _stages_per_machine(schedule: PipelineSchedule, plan_options: PlanOptions, machines: int) -> int:
     """Return the most stages that a machine may have; raise InputError if options contradict each other."""
     stages, count = plan_options.stages_per_machine, plan_options.microbatches
-    if plan_options.schedule != "interleaved":
+    if schedule != "interleaved":
         if stages is not None and stages != 1:
             raise InputError(
-                f"stages_per_machine={stages!r} is for schedule='interleaved': with "
-                f"{plan_options.schedule!r} each machine has one stage"
+                f"stages_per_machine={stages!r} is for schedule='interleaved': with {schedule!r} each "
+                "machine has one stage"
             )
         return 1
     stages = 2 if stages is None else stages
@@ -117,10 +121,13 @@ def _stages_per_machine(plan_options: PlanOptions, machines: int) -> int:
     if plan_options.objective != "throughput":
         raise InputError("schedule='interleaved' makes a batch faster: give objective='throughput'")
     if not rounds_divide(machines, count):
-        lower = count // machines * machines
+        lower, higher = (
+            next(other for other in itertools.count(count, step) if rounds_divide(machines, other))
+            for step in (-1, 1)
+        )
         raise InputError(
-            f"schedule='interleaved' needs a multiple of {machines} microbatches, one for each machine, not "
-            f"{count}: give microbatches={lower} or {lower + machines}"
+            f"schedule='interleaved' needs whole rounds of microbatches, of {machines} or a few more each, "
+            f"and {count} do not divide into them: give microbatches={lower} or {higher}"
         )
     return stages
 

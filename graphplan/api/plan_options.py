@@ -17,7 +17,7 @@ from graphplan.devices.speeds import GivenSpeeds, with_speeds
 from graphplan.devices.topology import DeviceKey, Link, Topology
 from graphplan.errors import InputError
 from graphplan.ir.cluster.cluster_plan_data import Objective
-from graphplan.ir.cluster.flight import PipelineSchedule
+from graphplan.ir.cluster.pipeline_order import PipelineSchedule
 from graphplan.message_text import meant_unit
 from graphplan.passes.training.optimizer_memory import Optimizer
 from graphplan.warnings import warn
@@ -74,7 +74,7 @@ class PlanKeywords(TypedDict, total=False):
     time_limit: float | None
     capture_cache: str | Path | None
     microbatches: int
-    schedule: PipelineSchedule
+    schedule: PipelineSchedule | None
     stages_per_machine: int | None
     objective: Objective
     network: Link | None
@@ -110,7 +110,7 @@ class PlanOptions:
     time_limit: float | None = None
     capture_cache: str | Path | None = field(default=None, repr=False)
     microbatches: int = 1
-    schedule: PipelineSchedule = "gpipe"
+    schedule: PipelineSchedule | None = None
     stages_per_machine: int | None = None
     objective: Objective = "latency"
     network: Link | None = None

@@ -122,8 +122,10 @@ def plan(
             Nothing in the folder is unpickled or run, but whoever can write to it can change the results of
             a model. None: every process traces.
         microbatches: with ``machines``, number of microbatches into which a batch is divided along axis 0.
-        schedule: with ``machines``, ``"gpipe"`` or ``"1f1b"``, which differ in the memory of a training step,
-            or ``"interleaved"``: each machine has several stages, so that it waits less.
+        schedule: with ``machines``, the order of a training step: ``"gpipe"`` runs all microbatches forward
+            before one runs backward, ``"1f1b"`` takes less memory and no more time, and with
+            ``"interleaved"`` each machine has several stages, so that it waits less. By default ``"1f1b"`` in
+            training with at least one microbatch for each machine, otherwise ``"gpipe"``.
         stages_per_machine: number of stages on each machine with ``schedule="interleaved"``, 2 by default.
         objective: with ``machines``, ``"latency"`` minimises the time of one microbatch, and
             ``"throughput"`` the time of a whole batch.

@@ -1,10 +1,15 @@
 """Dynamic programming over cuts: contiguous stages of the order, one on each machine that is used.
 
-A pipeline of ``m`` microbatches takes ``sum of stages + (m - 1) * slowest stage``: one microbatch passes all
-stages, and the others leave the slowest one after another (the bubble of GPipe: Huang et al., NeurIPS 2019).
-For one microbatch that is the latency. The least sum of stages is a shortest path over cuts, the least
-maximum a bottleneck path (Bokhari, "Partitioning problems in parallel, pipelined, and distributed computing",
-1988). A shortest path of edges within a limit gives the least sum for it, and the limit is bisected.
+The objective for ``m`` microbatches is ``sum of stages + (m - 1) * slowest stage``: one microbatch passes all
+stages, and the others leave the slowest one after another. For one microbatch that is the latency; for
+forward passes it is the time of the batch. In a training step, where a stage counts forward and backward, it
+is a lower bound on GPipe, exact if the slowest forward and the slowest backward pass are those of one stage.
+1F1B takes no longer than GPipe; for it the objective is exact if stages are equal and transfers take no time,
+and otherwise an estimate. Placed stages are compared by their simulated time.
+
+The least sum of stages is a shortest path over cuts, the least maximum a bottleneck path (Bokhari,
+"Partitioning problems in parallel, pipelined, and distributed computing", 1988). A shortest path of edges
+within a limit gives the least sum for it, and the limit is bisected.
 
 A state is the number of machines of each class that the stages after a cut use: identical machines are
 searched once.
@@ -57,7 +62,7 @@ class Segments:
     slowest: float
 
     def seconds(self, microbatches: int) -> float:
-        """Return the seconds of ``microbatches``, bubble included."""
+        """Return the objective for ``microbatches``."""
         return self.total + (microbatches - 1) * self.slowest
 
 
@@ -68,7 +73,7 @@ def states_of(counts: Sequence[int]) -> list[State]:
 
 @dataclass(slots=True)
 class StageDP:
-    """Finds the stages of least seconds.
+    """Finds the stages of the least objective.
 
     Attributes:
         costs: of each stretch on each class of machines.
@@ -90,7 +95,7 @@ class StageDP:
         return self._path(np.inf, bottleneck=True)
 
     def solve(self, microbatches: int) -> Segments | None:
-        """Return the stages of the least seconds, within a tolerance; None if none fit."""
+        """Return the stages of the least objective, within a tolerance; None if none fit."""
         quickest, evenest = self._path(np.inf, bottleneck=False), self.evenest()
         if quickest is None or evenest is None:
             return None

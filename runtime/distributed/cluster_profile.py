@@ -41,13 +41,15 @@ class ClusterProfile:
     def summary(self) -> str:
         """Return a table of the measured and estimated seconds of each machine."""
         rows = [self._row(machine) for machine in self.plan.used]
-        estimated, measured = time_text(self.plan.makespan), time_text(self.seconds)
+        estimate = max(one.end for one in self.plan.forward_actions)
+        estimated, measured = time_text(estimate), time_text(self.seconds)
         lines = table_lines(("machine", "compute", "measured", "waits"), rows)
-        return "\n".join([f"one batch: {estimated} estimated, {measured} measured", "", *lines])
+        return "\n".join([f"one batch forward: {estimated} estimated, {measured} measured", "", *lines])
 
     def _row(self, machine: int) -> tuple[str, ...]:
-        stages = {index: stage for index, stage in enumerate(self.plan.stages) if stage.machine == machine}
-        estimated, busy = sum(stage.plan.makespan for stage in stages.values()), sum(map(self.busy, stages))
+        stages = [index for index, stage in enumerate(self.plan.stages) if stage.machine == machine]
+        estimated = sum(self.plan.stage_seconds[stage].forward for stage in stages)
+        busy = sum(map(self.busy, stages))
         return (
             str(machine),
             time_text(estimated * self.plan.microbatches),

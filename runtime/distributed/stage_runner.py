@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from graphplan.errors import ClusterError, InputError
-from graphplan.ir.cluster.flight import PipelineSchedule
-from graphplan.ir.cluster.interleaved_order import interleaved_order
+from graphplan.ir.cluster.pipeline_order import PipelineSchedule, pipeline_order
 from graphplan.message_text import first_line
 from graphplan.runtime.module.dispatch import CallRequest, PlaceAgain, serve
 from graphplan.runtime.module.placed_module import differentiated
@@ -298,7 +297,7 @@ class StageRunner:
         done = {step.program.index: len(step.finished) for step in self.steps}
         if len(self.steps) > 1:
             machines = len(self.steps[0].program.ranks) // len(self.steps)
-            order = interleaved_order(machines, len(self.steps), self.microbatches)
+            order = pipeline_order("interleaved", machines, len(self.steps), self.microbatches)
             for action in order[self.steps[0].program.index]:
                 if not action.backward and action.microbatch == done[action.stage]:
                     return self.steps[action.stage // machines], action.microbatch

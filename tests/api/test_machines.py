@@ -25,6 +25,7 @@ from graphplan.compiler.pipeline import Compiler
 from graphplan.message_text import size_text
 from graphplan.report.cluster.cluster_perfetto import Slot, batch_slots
 from graphplan.report.cluster.cluster_text import HEADER, machine_rows, shares_text
+from graphplan.report.text import time_text
 
 WIDTH = 1024
 LAYER = (WIDTH * WIDTH + WIDTH) * 4
@@ -223,6 +224,45 @@ def test_page_shows_measured_and_estimated_batch(tmp_path: Path) -> None:
     assert "a &lt; b" in page
 
 
+def test_profile_of_training_compares_forward_with_forward(tmp_path: Path) -> None:
+    plan = planned_training("1GiB", "1f1b")
+    profile = ClusterProfile(plan, tuple(batch_slots(plan, forward_only=True)))
+    seconds = time_text(profile.seconds)
+    assert f"one batch forward: {seconds} estimated" in str(profile)
+    rows = [line.split() for line in str(profile).splitlines()[-3:]]
+    assert [row[1:3] for row in rows] == [row[3:5] for row in rows]  # computes as long as estimated
+    profile.save_html(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert page.count("Batch forward, ") == 2
+    assert ", backward" not in page
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_timed_actions_of_training_wait_for_gradients(schedule: str) -> None:
+    plan = planned_training("1GiB", schedule)
+    ended = {one.action: one.end for one in plan.timed_actions}
+    assert len(ended) == 2 * 3 * 8
+    for one in plan.timed_actions:
+        stage = one.action.stage + (1 if one.action.backward else -1)
+        if 0 <= stage < 3:
+            assert one.start > ended[replace(one.action, stage=stage)]
+    first = min(one.end for one in plan.timed_actions if one.action.stage == 1)
+    returned = min(one.start for one in plan.timed_actions if one.action.backward and not one.action.stage)
+    assert first < returned
+    assert plan.makespan == max(ended.values())
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "options", "schedule"),
+    [(2, {"train": True}, "1f1b"), (1, {"train": True}, "gpipe"), (8, {}, "gpipe")],
+)
+def test_default_schedule_training_with_enough_microbatches_is_1f1b(
+    microbatches: int, options: dict[str, Any], schedule: str
+) -> None:
+    asked = PlanOptions(microbatches=microbatches, **options)
+    assert read_cluster([{"cpu": "1GiB"}] * 2, asked).flight.schedule == schedule
+
+
 def test_page_shows_network_traffic(tmp_path: Path) -> None:
     plan = planned([{"cpu": "1GiB"}] * 2, microbatches=2, objective="throughput")
     plan.save_html(tmp_path / "plan.html")
@@ -271,9 +311,9 @@ def test_saved_activations_require_more_machines_in_training() -> None:
     assert read_max_memory({"cpu": 1})
     asked = PlanOptions(microbatches=8, schedule="1f1b")
     assert read_cluster([{"cpu": "1GiB"}], asked, grad=True).flight == Flight(8, "1f1b", True)
-    assert Flight(8, "gpipe", True).kept(after=1) == 8
-    assert Flight(8, "1f1b", True).kept(after=1) == 2
-    assert Flight(8, "1f1b", False).kept(after=1) == 0
+    assert Flight(8, "gpipe", True, machines=2).kept(after=1) == 8
+    assert Flight(8, "1f1b", True, machines=2).kept(after=1) == 2
+    assert Flight(8, "1f1b", False, machines=2).kept(after=1) == 0
 
 
 def test_1f1b_needs_a_microbatch_per_stage() -> None:

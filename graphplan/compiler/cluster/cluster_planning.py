@@ -25,6 +25,8 @@ from graphplan.devices.topology import DeviceKey, Link, Topology
 from graphplan.errors import CaptureError, InfeasibleError, InputError
 from graphplan.ir.cluster.cluster_plan_data import Objective
 from graphplan.ir.cluster.flight import Flight
+from graphplan.ir.cluster.machine_stage import stage_seconds
+from graphplan.ir.cluster.pipeline_order import batch_seconds
 from graphplan.message_text import readable_bytes
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.pipeline.boundaries import Boundaries
@@ -134,7 +136,9 @@ class StageSearch:
             if stages is None and best is None and self.estimates.assumes:
                 self.estimates = replace(self.estimates, assumes=False)
                 stages = self._next_candidate()
-            if stages is None or self.estimated(stages) > least * (1 - PARAMS.worth):
+            if stages is None:
+                break
+            if best is not None and self.estimated(stages) > self.estimated(best) * (1 - PARAMS.worth):
                 break
             fresh = [stage for stage in dict.fromkeys(stages) if stage not in self.placed]
             for stage in fresh:
@@ -241,18 +245,20 @@ class StageSearch:
 
     def seconds(self, stages: Sequence[Stretch]) -> float:
         """Return the seconds that the objective counts, of placed stages."""
-        return self._counted_seconds(stages, [placed.plan.makespan for placed in self.steps_of(stages)])
+        flight = replace(self.cluster.flight, microbatches=self.cluster.counted)
+        sent = self.estimates.transfers / flight.crossings
+        each = [
+            stage_seconds(placed.plan, float(sent[stage.end]), trains=flight.train)
+            for placed, stage in zip(self.steps_of(stages), stages, strict=True)
+        ]
+        return batch_seconds(flight.order(len(stages)), each)
 
     def estimated(self, stages: Sequence[Stretch]) -> float:
-        """Return the same as :meth:`seconds`, by estimates of stages that are not placed."""
-        tables = self.estimates.seconds()
-        return self._counted_seconds(stages, [float(tables[s.machine][s.start, s.end]) for s in stages])
-
-    def _counted_seconds(self, stages: Sequence[Stretch], each: Sequence[float]) -> float:
-        sent = self.estimates.transfers
-        loads = [sent[stage.start] + s + sent[stage.end] for s, stage in zip(each, stages, strict=True)]
-        total = sum(s + sent[stage.end] for s, stage in zip(each, stages, strict=True))
-        return float(total + (self.cluster.counted - 1) * max(loads))
+        """Return the formula of :mod:`graphplan.passes.pipeline.stage_dp` for these stages."""
+        costs = self.estimates.costs()
+        edges = [(stage.machine, (stage.start, stage.end)) for stage in stages]
+        total = sum(float(costs.seconds[c][edge]) for c, edge in edges)
+        return total + (self.cluster.counted - 1) * max(float(costs.load[c][edge]) for c, edge in edges)
 
     # -- the plan ----------------------------------------------------------------------------------------
 

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from graphplan.compiler.cluster.cluster_planning import Cluster, StageSearch
 from graphplan.compiler.cluster.stage_placement import Stretch
-from graphplan.ir.cluster.interleaved_order import play
-from graphplan.ir.cluster.machine_stage import stage_seconds
 from graphplan.message_text import readable_bytes
 from graphplan.passes.pipeline.cut_params import PARAMS
 from graphplan.passes.pipeline.estimates import Estimates
@@ -94,22 +92,11 @@ class InterleavedSearch(StageSearch):
         factors[: stretch.start + 1, stretch.end :] *= PARAMS.lack
 
     def estimated(self, stages: Sequence[Stretch]) -> float:
-        """Return the seconds of a batch if no machine waits, by estimates of stages that are not placed."""
+        """Return the estimate of :mod:`graphplan.passes.pipeline.interleaved_dp` for these stages."""
         flight, costs = self.cluster.flight, self.estimates.costs()
-        busy = [0.0] * flight.machines
-        for machine, stage in zip(self.machines_of(stages), stages, strict=True):
-            busy[machine] += flight.microbatches * float(costs.load[stage.machine][stage.start, stage.end])
-        return max(busy)
-
-    def seconds(self, stages: Sequence[Stretch]) -> float:
-        """Return the estimated seconds of a batch of placed stages."""
-        flight = self.cluster.flight
-        sent = self.estimates.transfers / flight.crossings
-        each = [
-            stage_seconds(placed.plan, float(sent[stage.end]), trains=flight.train)
-            for placed, stage in zip(self.steps_of(stages), stages, strict=True)
-        ]
-        return max(stage.end for stage in play(flight.machines, flight.microbatches, each))
+        loads = [float(costs.load[stage.machine][stage.start, stage.end]) for stage in stages]
+        busiest = max(sum(loads[machine :: flight.machines]) for machine in range(flight.machines))
+        return flight.microbatches * busiest + (flight.machines - 1) * max(loads)
 
     def machines_of(self, stages: Sequence[Stretch]) -> list[int]:
         """Return the machine of each stage: machines take turns."""

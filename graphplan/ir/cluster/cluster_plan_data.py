@@ -1,23 +1,27 @@
 """The plan of several machines as data: a plan for each, and the values that cross the network.
 
-One microbatch passes the stages in order. With ``m`` of them a batch takes ``sum of stages + (m - 1) *
-slowest stage``, where a stage's seconds include its sends and receives. In a training step a stage counts
-forward and backward, and gradients cross the network too. With several stages for each machine, a batch is
-simulated action by action: :mod:`graphplan.ir.cluster.interleaved_order`.
+A microbatch passes the stages in order. In a training step gradients return. A batch is simulated action by
+action, in the order of its schedule: :mod:`graphplan.ir.cluster.pipeline_order`.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, Literal, Self
 
 from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec, Link
 from graphplan.errors import GraphplanError, PlanError, VerificationError
-from graphplan.ir.cluster.flight import Flight, PipelineSchedule
-from graphplan.ir.cluster.interleaved_order import TimedAction, play, rounds_divide
+from graphplan.ir.cluster.flight import Flight
 from graphplan.ir.cluster.machine_stage import AnyPlan, MachineStage, stage_seconds
+from graphplan.ir.cluster.pipeline_order import (
+    PipelineSchedule,
+    StageSeconds,
+    TimedAction,
+    play,
+    rounds_divide,
+)
 from graphplan.ir.liveness import saved_bytes
 from graphplan.ir.plan_json import decode_plan, encode_plan
 from graphplan.versioned_json import Format, decode_fields, encode_fields, fields_but
@@ -94,25 +98,29 @@ class ClusterPlanData(Generic[AnyPlan]):
         )
 
     @cached_property
-    def timed_actions(self) -> tuple[TimedAction, ...]:
-        """The estimated times at which machines run their stages in a batch.
-
-        Unless interleaved, the forward and the backward pass of a microbatch are one action.
-        """
-        interleaved = self.schedule == "interleaved"
-        crossings = self.flight.crossings if interleaved else 1
-        stages = [
-            stage_seconds(stage.plan, sent / crossings, trains=self.trains and interleaved)
+    def stage_seconds(self) -> tuple[StageSeconds, ...]:
+        """Estimated seconds of a microbatch in each stage, forward and backward."""
+        crossings = self.flight.crossings
+        return tuple(
+            stage_seconds(stage.plan, sent / crossings, trains=self.trains)
             for stage, sent in zip(self.stages, self.transfer_seconds, strict=True)
-        ]
-        return tuple(play(len(stages) // self.flight.stages_per_machine, self.microbatches, stages))
+        )
+
+    @cached_property
+    def timed_actions(self) -> tuple[TimedAction, ...]:
+        """The estimated times at which machines run their stages in a batch."""
+        return tuple(play(self.flight.order(len(self.stages)), self.stage_seconds))
+
+    @cached_property
+    def forward_actions(self) -> tuple[TimedAction, ...]:
+        """The estimated times of a batch that only runs forward."""
+        forward = [replace(one, backward=None) for one in self.stage_seconds]
+        return tuple(play(self.flight.order(len(forward)), forward))
 
     @property
     def makespan(self) -> float:
         """Estimated seconds of a batch."""
-        if self.schedule == "interleaved":
-            return max(one.end for one in self.timed_actions)
-        return self.latency + (self.microbatches - 1) * max(self.loads)
+        return max(one.end for one in self.timed_actions)
 
     @property
     def seconds(self) -> float:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from graphplan.ir.cluster.interleaved_order import most_in_flight
-
-PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
+from graphplan.ir.cluster.pipeline_order import Order, PipelineSchedule, most_in_flight, pipeline_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +15,10 @@ class Flight:
         microbatches: number of microbatches in a batch.
         schedule: ``"gpipe"``: all run forward before one runs backward; ``"1f1b"``: a stage has as many
             in flight as there are stages from it to the last; ``"interleaved"``: as in
-            :mod:`graphplan.ir.cluster.interleaved_order`.
+            :mod:`graphplan.ir.cluster.pipeline_order`.
         grad: whether activations are kept for a backward pass.
         train: whether the backward pass is planned too.
-        machines: for ``"interleaved"``: number of machines, all of which are used.
+        machines: number of machines; ``"interleaved"`` uses all of them.
         stages_per_machine: for ``"interleaved"``.
     """
 
@@ -38,9 +35,13 @@ class Flight:
 
     def most_in_flight(self, after: int) -> int:
         """Return the most microbatches that a stage has run forward, but not yet backward."""
-        if self.schedule == "interleaved":
-            return most_in_flight(self.machines, self.stages_per_machine, self.microbatches)[-1 - after]
-        return min(self.microbatches, after + 1) if self.schedule == "1f1b" else self.microbatches
+        counts = most_in_flight(self.schedule, self.machines, self.stages_per_machine, self.microbatches)
+        return counts[-1 - after]
+
+    def order(self, stages: int) -> Order:
+        """Return the actions of each machine that has one of so many stages, in order."""
+        machines = stages // self.stages_per_machine
+        return pipeline_order(self.schedule, machines, self.stages_per_machine, self.microbatches)
 
     @property
     def crossings(self) -> int:

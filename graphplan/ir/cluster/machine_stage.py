@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec
-from graphplan.ir.cluster.interleaved_order import StageSeconds
+from graphplan.ir.cluster.pipeline_order import StageSeconds
 from graphplan.ir.plan_data import PlanData
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)

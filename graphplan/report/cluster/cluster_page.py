@@ -30,9 +30,10 @@ def to_cluster_html(plan: ClusterPlanData[Any], title: str = "", measured: Seque
     title = title or "Plan"
     used = count_text(len(plan.used), "machine")
     parts = count_text(plan.microbatches, "microbatch", "microbatches")
-    pictures = [to_cluster_svg(plan, "Batch, estimated")]
+    direction = " forward" if measured and plan.trains else ""
+    pictures = [to_cluster_svg(plan, f"Batch{direction}, estimated", forward_only=bool(direction))]
     if measured:
-        pictures.append(to_cluster_svg(plan, "Batch, measured", measured))
+        pictures.append(to_cluster_svg(plan, f"Batch{direction}, measured", measured))
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',

@@ -1,8 +1,8 @@
 """The batch of several machines in Chrome's trace format: a group of lanes for each machine, with the bubble.
 
 A transfer occupies the sender and the receiver. A machine starts the next microbatch when it has sent the one
-before; for the rest of the batch it waits. If interleaved, the stages of a machine share its lanes. Times are
-microseconds, as the format requires.
+before; for the rest of the batch it waits. The stages of a machine share its lanes. Times are microseconds,
+as the format requires.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Slot:
         return f"{'wait for ' if self.kind == 'wait' else ''}microbatch {self.microbatch}{backward}"
 
 
-def batch_slots(plan: ClusterPlanData[Any]) -> Iterator[Slot]:
-    """Yield when machines receive, compute and wait, as estimated; forward only, unless interleaved."""
-    for one in plan.timed_actions:
+def batch_slots(plan: ClusterPlanData[Any], *, forward_only: bool = False) -> Iterator[Slot]:
+    """Yield when machines receive, compute and wait, as estimated."""
+    for one in plan.forward_actions if forward_only else plan.timed_actions:
         ids, backward = (one.action.stage, one.action.microbatch), one.action.backward
         if one.received > one.free:
             yield Slot(*ids, "wait", one.free, one.received, backward)
@@ -57,8 +57,8 @@ def batch_slots(plan: ClusterPlanData[Any]) -> Iterator[Slot]:
 
 
 def to_cluster_trace(plan: ClusterPlanData[Any], measured: Sequence[Slot] = ()) -> str:
-    """Return the trace as JSON text: the machines of the estimated batch, then of a measured one."""
-    events = [*_events(plan, list(batch_slots(plan)), 1, "")]
+    """Return the trace as JSON text: the estimated batch, or a measured one after its estimate, forward."""
+    events = [*_events(plan, list(batch_slots(plan, forward_only=bool(measured))), 1, "")]
     events += _events(plan, measured, 1 + len(plan.used), ", measured")
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 

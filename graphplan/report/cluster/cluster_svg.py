@@ -16,26 +16,31 @@ _WIDTH, _LEFT, _RIGHT, _LANE, _BOX, _HEAD = 1180, 190, 24, 64, 30, 62
 _WAIT = "#f1f3f6"
 
 
-def to_cluster_svg(plan: ClusterPlanData[Any], title: str = "Plan", measured: Sequence[Slot] = ()) -> str:
+def to_cluster_svg(
+    plan: ClusterPlanData[Any],
+    title: str = "Plan",
+    measured: Sequence[Slot] = (),
+    *,
+    forward_only: bool = False,
+) -> str:
     """Return the picture of the estimated batch, or of a measured one instead, as text."""
-    return "\n".join(_lines(plan, title, measured)) + "\n"
+    slots = list(measured or batch_slots(plan, forward_only=forward_only))
+    end, shares = max(slot.end for slot in slots), shares_text(plan)
+    if measured or forward_only:
+        computing = sum(slot.end - slot.start for slot in slots if slot.kind == "stage")
+        shares = f"machines compute {100 * computing / (len(plan.used) * end):.0f} % of a batch"
+    time = f"{time_text(end)}, {'measured' if measured else 'estimated'}"
+    crossing = f"{size_text(plan.network_bytes)} over the network for each"
+    figures = f"{plan.microbatches} microbatches in {time}; {shares}; {crossing}"
+    return "\n".join(_lines(plan, title, figures, slots)) + "\n"
 
 
-def _lines(plan: ClusterPlanData[Any], title: str, measured: Sequence[Slot]) -> Iterator[str]:
+def _lines(plan: ClusterPlanData[Any], title: str, figures: str, slots: Sequence[Slot]) -> Iterator[str]:
     height = _HEAD + _LANE * len(plan.used) + 16
     yield opening(_WIDTH, height)
     yield text(16, 26, title, INK, size=16)
-    slots = list(measured or batch_slots(plan))
-    end = max(slot.end for slot in slots)
-    time, shares = f"{time_text(plan.makespan)}, estimated", shares_text(plan)
-    if measured:
-        computing = sum(slot.end - slot.start for slot in slots if slot.kind == "stage")
-        computes = f"{100 * computing / (len(plan.used) * end):.0f} %"
-        time, shares = f"{time_text(end)}, measured", f"machines compute {computes} of a batch"
-    crossing = f"{size_text(plan.network_bytes)} over the network for each"
-    figures = f"{plan.microbatches} microbatches in {time}; {shares}; {crossing}"
     yield text(16, 46, figures, MUTED)
-    scale = (_WIDTH - _LEFT - _RIGHT) / end
+    scale = (_WIDTH - _LEFT - _RIGHT) / max(slot.end for slot in slots)
     for index, machine in enumerate(plan.used):
         top, stages = _HEAD + _LANE * index, plan.stages_of(machine)
         several = f", {len(stages)} stages" if len(stages) > 1 else ""

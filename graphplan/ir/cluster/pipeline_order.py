@@ -1,15 +1,18 @@
-"""Interleaved 1F1B: the order in which each machine runs the microbatches of its stages, and when.
+"""The order in which each machine runs the microbatches of its stages, and when.
 
-Stage ``s`` runs on machine ``s % p`` (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU
-Clusters Using Megatron-LM", SC 2021). Microbatches come in rounds: a machine runs those of a round through
-one stage before it runs them through its next. Machine ``r`` begins with ``2 (p - 1 - r)`` forward passes,
-plus those of a round through all of its stages but one; then each forward pass is followed by a backward
-pass. Two machines with two stages each and two microbatches::
+Machine ``r`` of ``p`` begins with some forward passes; then each forward pass is followed by a backward pass.
+GPipe begins with all of them (Huang et al., NeurIPS 2019), 1F1B with ``p - 1 - r``.
+
+Interleaved 1F1B has several stages on each machine: stage ``s`` runs on machine ``s % p`` (Narayanan et al.,
+"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021). Microbatches come
+in rounds: a machine runs those of a round through one stage before it runs them through its next. It begins
+with ``2 (p - 1 - r)`` forward passes, plus those of a round through all of its stages but one. Two machines
+with two stages each and two microbatches::
 
     machine 0   F00 F01 F20 F21             B20 B21 B00 B01
     machine 1       F10 F11 F30 B30 F31 B31     B10 B11     (stage, microbatch)
 
-The order is that of ``torch.distributed.pipelining.ScheduleInterleaved1F1B``.
+The orders are those of ``torch.distributed.pipelining``.
 """
 
 from __future__ import annotations
@@ -18,6 +21,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
+
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
+Order = tuple[tuple["StageAction", ...], ...]
+"""The actions of each machine, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +62,18 @@ def rounds_divide(machines: int, microbatches: int) -> bool:
 
 
 @cache
-def interleaved_order(
-    machines: int, stages_per_machine: int, microbatches: int
-) -> tuple[tuple[StageAction, ...], ...]:
+def pipeline_order(
+    schedule: PipelineSchedule, machines: int, stages_per_machine: int, microbatches: int
+) -> Order:
     """Return the actions of each machine, in order."""
     assert stages_per_machine == 1 or rounds_divide(machines, microbatches)
     each = microbatches // max(1, microbatches // machines)  # microbatches of a round
     total = microbatches * stages_per_machine
+
+    def forward_passes_first(machine: int) -> int:
+        later = machines - 1 - machine
+        before = {"gpipe": total, "1f1b": later, "interleaved": (stages_per_machine - 1) * each + 2 * later}
+        return min(before[schedule], total)
 
     def action(machine: int, number: int, *, backward: bool) -> StageAction:
         turn, place = divmod(number, each * stages_per_machine)
@@ -69,7 +82,7 @@ def interleaved_order(
         return StageAction(own * machines + machine, turn * each + within, backward)
 
     def actions(machine: int) -> Iterator[StageAction]:
-        ahead = min((stages_per_machine - 1) * each + 2 * (machines - 1 - machine), total)
+        ahead = forward_passes_first(machine)
         for number in range(total + ahead):
             if number < total:
                 yield action(machine, number, backward=False)
@@ -80,10 +93,12 @@ def interleaved_order(
 
 
 @cache
-def most_in_flight(machines: int, stages_per_machine: int, microbatches: int) -> tuple[int, ...]:
+def most_in_flight(
+    schedule: PipelineSchedule, machines: int, stages_per_machine: int, microbatches: int
+) -> tuple[int, ...]:
     """Return for each stage the most microbatches that it has run forward, but not yet backward."""
     in_flight, most = Counter[int](), Counter[int]()
-    for actions in interleaved_order(machines, stages_per_machine, microbatches):
+    for actions in pipeline_order(schedule, machines, stages_per_machine, microbatches):
         for one in actions:
             in_flight[one.stage] += -1 if one.backward else 1
             most[one.stage] = max(most[one.stage], in_flight[one.stage])
@@ -105,17 +120,16 @@ class StageSeconds:
     transfer: float
 
 
-def play(machines: int, microbatches: int, stages: Sequence[StageSeconds]) -> list[TimedAction]:
+def play(order: Order, stages: Sequence[StageSeconds]) -> list[TimedAction]:
     """Simulate a batch: each action runs as soon as its machine is free and its input has been computed.
 
     A transfer takes time of the sender, and of the receiver when it starts the action: an early input waits
-    in a buffer, of which there is one for each microbatch. With one stage for each machine, and without
-    backward passes, this is a plain pipeline.
+    in a buffer, of which there is one for each microbatch. Without backward passes, they are left out of the
+    order.
     """
-    order = interleaved_order(machines, len(stages) // machines, microbatches)
     trains = any(stage.backward is not None for stage in stages)
     remaining = [[one for one in reversed(own) if trains or not one.backward] for own in order]
-    free, ended, timed = [0.0] * machines, dict[StageAction, float](), list[TimedAction]()
+    free, ended, timed = [0.0] * len(order), dict[StageAction, float](), list[TimedAction]()
     while any(remaining):
         before = len(timed)
         for machine, own in enumerate(remaining):
@@ -130,6 +144,11 @@ def play(machines: int, microbatches: int, stages: Sequence[StageSeconds]) -> li
                 free[machine] = ended[one] + leaving
         assert len(timed) > before, "the order waits for itself"
     return timed
+
+
+def batch_seconds(order: Order, stages: Sequence[StageSeconds]) -> float:
+    """Return the seconds of a batch."""
+    return max(one.end for one in play(order, stages))
 
 
 def _needed(one: StageAction, stages: int) -> StageAction | None:
