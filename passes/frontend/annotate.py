@@ -21,9 +21,9 @@ class Annotator:
     """Converts a capture to a ``Graph``, without a schedule or under one.
 
     Args:
-        capture: already simplified.
-        weights: of the model that was captured; unused ones are in the graph too.
-        device_types: for which workspaces are measured; a type without a backend here counts as CPU.
+        capture: the capture, already simplified.
+        weights: weights of the captured model; unused ones are in the graph too.
+        device_types: types for which workspaces are measured; one without a backend here counts as CPU.
         bench: measures workspaces on this machine's GPUs.
     """
 
@@ -47,7 +47,9 @@ class Annotator:
         other.interpreter.memo = self.interpreter.memo
         return other
 
-    def graph(self, schedule: Schedule | None = None, kinds: Mapping[DeviceKey, str] | None = None) -> Graph:
+    def graph(
+        self, schedule: Schedule | None = None, types_by_device: Mapping[DeviceKey, str] | None = None
+    ) -> Graph:
         """Return the graph; with ``schedule``, as it is when values are moved accordingly.
 
         Without a schedule, values are as on accelerators, and an operation has its least cost over device
@@ -57,24 +59,29 @@ class Annotator:
 
         Args:
             schedule: where operations run.
-            kinds: the type of each of its devices; a missing one counts as CPU.
+            types_by_device: the type of each of its devices; a missing one counts as CPU.
 
         Raises:
             CaptureError: an operation cannot be run on fake tensors and has no recorded result.
         """
         if schedule is not None:
-            return self._read(schedule, kinds or {})
+            return self._read(schedule, types_by_device or {})
         if self._unscheduled is None:
-            usual = next((kind for kind in self.device_types if kind != CPU), CPU)
-            self._unscheduled = self._read(None, {}, usual)
-            if usual != CPU and CPU in self.device_types and self.interpreter.differs:
+            default = next((device_type for device_type in self.device_types if device_type != CPU), CPU)
+            self._unscheduled = self._read(None, {}, default)
+            if default != CPU and CPU in self.device_types and self.interpreter.differs:
                 self._unscheduled = with_least_costs(self._unscheduled, self._read(None, {}, CPU))
         return self._unscheduled
 
-    def _read(self, schedule: Schedule | None, kinds: Mapping[DeviceKey, str], usual: str = CPU) -> Graph:
-        reader = GraphReader(self.capture, self.weights, kinds)
+    def _read(
+        self,
+        schedule: Schedule | None,
+        types_by_device: Mapping[DeviceKey, str],
+        default_device_type: str = CPU,
+    ) -> Graph:
+        reader = GraphReader(self.capture, self.weights, types_by_device)
         with silenced("torch._subclasses.fake_tensor"), suspended():  # no operation computes anything
-            reader.read(self.interpreter, schedule, usual)
+            reader.read(self.interpreter, schedule, default_device_type)
         graph = reader.graph()
         graph.verify()
         return graph

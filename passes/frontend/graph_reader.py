@@ -43,8 +43,10 @@ _GATHERS = {
 class GraphReader:
     """Records the operations, values and weights of an fx graph."""
 
-    def __init__(self, capture: Capture, weights: ModelWeights, kinds: Mapping[DeviceKey, str]) -> None:
-        self.capture, self.model, self.kinds = capture, weights, kinds
+    def __init__(
+        self, capture: Capture, weights: ModelWeights, types_by_device: Mapping[DeviceKey, str]
+    ) -> None:
+        self.capture, self.model, self.types_by_device = capture, weights, types_by_device
         self.operations: list[Operation] = []
         self.values: dict[str, Value] = {}
         self.inputs: list[str] = []
@@ -53,8 +55,8 @@ class GraphReader:
         self.name_of: dict[fx.Node, str] = {}
         self.home: dict[str, DeviceKey] = {}
 
-    def read(self, interpreter: Interpreter, schedule: Schedule | None, usual: str) -> None:
-        """Read the graph as under a schedule; without one, as on devices of type ``usual``."""
+    def read(self, interpreter: Interpreter, schedule: Schedule | None, default_device_type: str) -> None:
+        """Read the graph as under a schedule; without one, as on devices of type ``default_device_type``."""
         for node in self.capture.graph.nodes:
             if node.op == "placeholder":
                 weight = self.model.tensors.get(self.capture.weights.get(node.name, ""))
@@ -65,11 +67,11 @@ class GraphReader:
             elif node.op == "call_function" and not self._is_part(node):
                 copied = self._copied_by(schedule, node)
                 key = None if schedule is None else schedule.assignment.operations[node.name]
-                kind = usual if key is None else self.kinds.get(key, CPU)
-                effect = _inner_tensor(node) or interpreter.run(node, copied, kind)
+                device_type = default_device_type if key is None else self.types_by_device.get(key, CPU)
+                effect = _inner_tensor(node) or interpreter.run(node, copied, device_type)
                 self._operation(node, effect)
                 if schedule is None:
-                    self._count_least(interpreter, node, kind)
+                    self._lower_cost(interpreter, node, device_type)
                 interpreter.env[node] = effect.value
                 for user in self._parts(node):
                     interpreter.env[user] = interpreter.env[node][user.args[1]]
@@ -130,16 +132,19 @@ class GraphReader:
             parameter = gradients.get(value.name, "")
             self.values[value.name] = replace(value, gradient_of=parameter) if parameter else value
             if self.capture.step is not None and value.name in self.capture.step.input_gradients:
-                self._let_stay(value.name)
+                self._keep_after_call(value.name)
+        flops, nbytes, workspace = self._cost(node, parts, effect, writes=bool(mutates))
         self.operations.append(
             Operation(
                 node.name,
                 target_name(node.target),
-                tuple(dict.fromkeys([*inputs, *mutates])),
-                tuple(value.name for value in values),
-                tuple(dict.fromkeys(mutates)),
-                *self._cost(node, parts, effect, writes=bool(mutates)),
-                module_path(node),
+                inputs=tuple(dict.fromkeys([*inputs, *mutates])),
+                outputs=tuple(value.name for value in values),
+                mutates=tuple(dict.fromkeys(mutates)),
+                flops=flops,
+                bytes_accessed=nbytes,
+                workspace=workspace,
+                module_path=module_path(node),
                 host_only=not any(value.is_tensor for value in values) and not mutates,
                 source=source_line(node.meta.get("stack_trace") or ""),
                 backward=bool(node.meta.get("backward")),
@@ -149,7 +154,7 @@ class GraphReader:
             )
         )
 
-    def _count_least(self, interpreter: Interpreter, node: fx.Node, kind: str) -> None:
+    def _lower_cost(self, interpreter: Interpreter, node: fx.Node, device_type: str) -> None:
         """Lower the cost of an operation that copies slices or expanded values to its cost after their move.
 
         Moved values are dense, so that the operation may return a view.
@@ -162,7 +167,7 @@ class GraphReader:
             if isinstance(value, TensorMeta) and value.copied().stride != value.stride
         }
         if slices and operation.bytes_accessed:
-            dense = interpreter.run(node, slices.__contains__, kind)
+            dense = interpreter.run(node, slices.__contains__, device_type)
             flops, nbytes, _ = self._cost(node, self._parts(node), dense, writes=bool(operation.mutates))
             flops, nbytes = min(operation.flops, flops), min(operation.bytes_accessed, nbytes)
             self.operations[-1] = replace(operation, flops=flops, bytes_accessed=nbytes)
@@ -172,7 +177,7 @@ class GraphReader:
     ) -> tuple[int, int, Mapping[str, int]]:
         """Return an operation's FLOPs, its bytes read and written, and its workspace by device type."""
         extra = _unnamed_bytes(parts, effect) + self._unwrapped_bytes(node)
-        workspace = {kind: nbytes + extra for kind, nbytes in effect.workspace.items()}
+        workspace = {device_type: nbytes + extra for device_type, nbytes in effect.workspace.items()}
         return effect.flops, self._bytes_accessed(node, effect, writes=writes), workspace
 
     def _names(self, nodes: Iterable[fx.Node]) -> list[str]:
@@ -204,28 +209,28 @@ class GraphReader:
         weights = [weight for name in self.model.tensors for weight in self._weights(name)]
         for name, tensor in self.capture.constants.items():
             weights.append(constant_weight(name, tensor, written=name in self.written))
-        for (name, described), nbytes in zip(self.states, self._bytes_of_states(), strict=True):
+        for (name, described), nbytes in zip(self.states, self._cache_bytes(), strict=True):
             weights.append(cache_weight(name, described, nbytes, written=name in self.written))
         outputs = []
         for position, node in enumerate(self.capture.outputs):
             returned = self.name_of.get(node) if isinstance(node, fx.Node) else None
             if returned is not None and position in self.capture.kept:
-                self._let_stay(returned)
+                self._keep_after_call(returned)
             elif returned is not None:
                 outputs.append(returned)
         unique = list(dict.fromkeys(outputs))
         parts = (self.operations, self.values.values(), weights, self.inputs, unique)
-        return Graph(*parts, find_together(Graph(*parts), self._states_together()))
+        return Graph(*parts, find_together(Graph(*parts), self._cache_groups()))
 
-    def _states_together(self) -> Iterator[list[str]]:
+    def _cache_groups(self) -> Iterator[list[str]]:
         """Yield the tensors that each layer of a cache requires on one device; sizes are on none."""
         outputs = self.capture.outputs
         for group in states_on_one_device(self.capture.out_spec):
             names = (self.name_of.get(outputs[position]) for position in group)
             yield [n for n in names if n is not None and (n not in self.values or self.values[n].is_tensor)]
 
-    def _bytes_of_states(self) -> list[int]:
-        """Return the bytes of each tensor of a cache, with what a window keeps of the tensor it was cut from.
+    def _cache_bytes(self) -> list[int]:
+        """Return the bytes of each tensor of a cache, and of the longer tensor that a window keeps.
 
         The latter is left out if this forward pass adds tensors to the cache: it is not known which of its
         results replaces which tensor.
@@ -243,7 +248,7 @@ class GraphReader:
         storage = self.values.get(storage_root(self.values, name))
         return 0 if storage is None else max(storage.nbytes - self.values[name].copy_bytes, 0)
 
-    def _let_stay(self, name: str) -> None:
+    def _keep_after_call(self, name: str) -> None:
         value = self.values.get(name)
         if value is not None and value.is_tensor and name not in self.inputs:
             self.values[name] = replace(value, stays=True)
@@ -273,7 +278,7 @@ def _values_of(
     Args:
         node: the operation.
         parts: the nodes that take one of its several results.
-        effect: of the operation, as measured.
+        effect: the measured effect of the operation.
         names: node -> name of the value or weight, for all nodes before it.
     """
     arguments = [names[n] for n in argument_nodes(node) if is_tensor_node(n) and n in names]
@@ -299,9 +304,15 @@ def _unnamed_bytes(parts: Sequence[fx.Node], effect: Effect) -> int:
 def _value_of(name: str, described: Any, nbytes: int, base: str | None = None) -> Value:
     """Return the value of a tensor, or of another result."""
     if isinstance(described, TensorMeta):
-        dtype = dtype_name(described.dtype)
-        return Value(name, nbytes, described.copy_bytes, base, True, described.shape, dtype)
-    return Value(name, nbytes, 0, base)
+        return Value(
+            name,
+            nbytes,
+            described.copy_bytes,
+            alias_of=base,
+            shape=described.shape,
+            dtype=dtype_name(described.dtype),
+        )
+    return Value(name, nbytes, 0, alias_of=base)
 
 
 def _taken_values(parts: Sequence[fx.Node], effect: Effect, arguments: Sequence[str]) -> list[Value]:

@@ -29,12 +29,12 @@ def weight_of(model: ModelWeights, name: str, *, written: bool) -> Weight:
         name,
         nbytes,
         names,
-        "parameter" if name in model.parameters else "buffer",
-        any(n in model.persistent for n in names),
-        written,
-        not is_wrapper(tensor) and tensor.layout is torch.strided,
-        tuple(tensor.shape),
-        dtype_name(tensor.dtype),
+        kind="parameter" if name in model.parameters else "buffer",
+        persistent=any(n in model.persistent for n in names),
+        mutated=written,
+        movable=not is_wrapper(tensor) and tensor.layout is torch.strided,
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
     )
 
 
@@ -56,11 +56,29 @@ def part_weight(whole: Weight, part: Part) -> Weight:
 
 def constant_weight(name: str, tensor: torch.Tensor, *, written: bool) -> Weight:
     """Return a tensor that the trace lifted out of the code as a weight."""
-    shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-    return Weight(name, tensor_bytes(tensor), (name,), "constant", False, written, True, shape, dtype)
+    return Weight(
+        name,
+        tensor_bytes(tensor),
+        (name,),
+        kind="constant",
+        persistent=False,
+        mutated=written,
+        movable=True,
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+    )
 
 
 def cache_weight(name: str, described: TensorMeta, nbytes: int, *, written: bool) -> Weight:
     """Return a tensor of a cache as a weight that is not movable: its readers run where it resides."""
-    dtype = dtype_name(described.dtype)
-    return Weight(name, nbytes, (name,), "cache", False, written, False, described.shape, dtype)
+    return Weight(
+        name,
+        nbytes,
+        (name,),
+        kind="cache",
+        persistent=False,
+        mutated=written,
+        movable=False,
+        shape=described.shape,
+        dtype=dtype_name(described.dtype),
+    )

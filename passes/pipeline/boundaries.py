@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from graphplan.devices.topology import Link
 from graphplan.ir.graph import Graph
-from graphplan.passes.placement.segment_dp import spread
+from graphplan.passes.placement.segment_dp import choose_cuts
 
 
 @dataclass(frozen=True)
@@ -196,4 +196,4 @@ class Boundaries:
         ``progress``: (operations + 1,) share of the work before each position.
         """
         order = np.argsort(self.crossing_bytes[self.allowed[1:-1]], kind="stable")
-        return spread(self.allowed, order, progress, most)
+        return choose_cuts(self.allowed, order, progress, most)

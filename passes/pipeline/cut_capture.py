@@ -42,8 +42,8 @@ class StageCapture:
         sent: names of those that cross the cut after it; for the last stage, of the results.
         sizes: name of each of these -> its metadata at the sizes of the plan.
         numbers: name of each input that is a number -> its value in the trace.
-        trace: name of an empty argument of the stage, beside its inputs, that identifies the trace of the
-            model: stages of two traces may take tensors of the same sizes.
+        trace: name of a further, empty argument of the stage that identifies the trace of the model: stages
+            of two traces may take tensors of the same sizes.
     """
 
     capture: Capture
@@ -62,7 +62,7 @@ def cut_capture(
     """Return the stage of the operations from ``start`` to ``end``, of a capture for the plan's sizes.
 
     Raises:
-        CaptureError: a value that crosses a cut, or a result, is no tensor, or has a size that data decides.
+        CaptureError: a value that crosses a cut, or a result, is not a tensor, or has a data-dependent size.
     """
     return _Cut(whole, boundaries, start, end).stage(trace)
 
@@ -110,21 +110,30 @@ class _Cut:
             fx.GraphModule(self.whole.module, graph),
             weights,
             constants,
-            tuple(inputs),
-            pytree.tree_structure(tuple(range(len(outputs)))),
-            InputSignature(spec, leaves, tuple(inputs)),
-            self.whole.method,
-            dict(self.whole.sizes),
+            inputs=tuple(inputs),
+            out_spec=pytree.tree_structure(tuple(range(len(outputs)))),
+            signature=InputSignature(spec, leaves, tuple(inputs)),
+            method=self.whole.method,
+            sizes=dict(self.whole.sizes),
             order=tuple(range(len(inputs))),
         )
         named = dict.fromkeys((*self.received, *self.sent, *inputs))
         values = {name: self.nodes[name].meta.get("val") for name in inputs}
         numbers = {n: v.node.hint for n, v in values.items() if isinstance(v, torch.SymInt | torch.SymFloat)}
         sizes = {name: self._tensor(name) for name in named if name not in numbers}
-        return StageCapture(capture, tuple(inputs), outputs, self.received, self.sent, sizes, numbers, trace)
+        return StageCapture(
+            capture,
+            tuple(inputs),
+            outputs,
+            received=self.received,
+            sent=self.sent,
+            sizes=sizes,
+            numbers=numbers,
+            trace=trace,
+        )
 
     def _wanted(self, names: Iterable[str]) -> set[fx.Node]:
-        """Return the nodes of the stage: its operations, what they read, and what it recomputes."""
+        """Return the nodes of the stage: its operations, the values they read, and those it recomputes."""
 
         def read(node: fx.Node) -> list[fx.Node]:
             if node.name in self.received or node.op == "placeholder":
@@ -142,8 +151,8 @@ class _Cut:
 
     def _require_made_here(self, node: fx.Node) -> None:
         producer = self._producer(node)
-        here = producer.name in self.names or producer.name in self.boundaries.recomputed
-        if not here and producer.op == "call_function":
+        is_made_here = producer.name in self.names or producer.name in self.boundaries.recomputed
+        if not is_made_here and producer.op == "call_function":
             raise VerificationError(f"a stage reads {node.name!r}, which cannot cross a cut before it")
 
     def _graph(self, wanted: set[fx.Node], outputs: Sequence[str]) -> fx.Graph:
@@ -168,12 +177,12 @@ class _Cut:
         val = self.nodes[name].meta.get("val")
         if not isinstance(val, torch.Tensor):
             index = self.whole.inputs.index(name)
-            place = self.whole.order[index] if self.whole.order else index
-            return None if place is None else self.whole.signature.leaves[place]
+            position = self.whole.order[index] if self.whole.order else index
+            return None if position is None else self.whole.signature.leaves[position]
         sizes = self._tensor(name).shape
         shape = tuple(None if isinstance(size, torch.SymInt) else int(size) for size in val.shape)
         ranges = tuple(
-            None if size is not None else (0, most) for size, most in zip(shape, sizes, strict=True)
+            None if size is not None else (0, bound) for size, bound in zip(shape, sizes, strict=True)
         )
         return TensorLeaf(val.dtype, shape, ranges, ())
 

@@ -1,7 +1,7 @@
 """A problem as flat arrays: exact seconds and peaks of placements in which nothing is streamed.
 
 A placement is a vector of devices and is evaluated in a fraction of a millisecond; the evaluator writes a
-schedule and takes milliseconds. Items are what can be copied: tensors that operations make, inputs, weights.
+schedule and takes milliseconds. Items can be copied: tensors that operations make, inputs, weights.
 An item has one source, and costs one copy for each further device that reads it::
 
     seconds = sum over operations of compute[device, operation]
@@ -58,8 +58,8 @@ class Arrays:
         names: names of items: tensors first, then weights.
         values: number of items that are tensors.
         nbytes: (items,) bytes of a copy.
-        source: (items,) the operation that makes a tensor, or the first that reads a weight; -1 for what is
-            fixed.
+        source: (items,) the operation that makes a tensor, or the first that reads a weight; -1 for fixed
+            items.
         fixed: (items,) device of inputs and of weights with a fixed home, else -1.
         item, reader: (reads,) pairs; the reader ``count`` stands for the end, on the host.
         made_bytes: (items, devices) bytes that an allocator takes for an item where it is made; 0 for views.
@@ -155,7 +155,7 @@ class Arrays:
                     self.fixed[v] = self.number[fixed[first]]
                 else:
                     self.source[v] = self.index[graph.readers[first][0]]
-            else:  # returned and unread: near the caller
+            else:  # returned and unread: close to the caller
                 self.fixed[v] = self._nearest(float(weight.nbytes)) if cpu is None else self.number[cpu]
                 self.returned_weights.append(v)
 
@@ -167,8 +167,8 @@ class Arrays:
     def _list_reads(self) -> None:
         reads, size_reads = list[tuple[int, int]](), list[tuple[int, int]]()
         for i, operation in enumerate(self.operations):
-            into = size_reads if operation.host_only else reads
-            into += [(self.item_of[name], i) for name in operation.inputs if name in self.item_of]
+            target = size_reads if operation.host_only else reads
+            target += [(self.item_of[name], i) for name in operation.inputs if name in self.item_of]
         if self.problem.returns_to_host:
             returned = [n for n in self.graph.outputs if n in self.item_of]
             reads += [(self.item_of[name], self.count) for name in dict.fromkeys(returned)]
@@ -176,7 +176,7 @@ class Arrays:
         pairs = [(self.item_of[v.name], self.item_of[v.gradient_of]) for v in self.tensors if v.gradient_of]
         self.item, self.reader = np.array(reads, dtype=np.int64).reshape(-1, 2).T
         # reads by operations that only read sizes
-        self.looked_at, self.looking = np.array(size_reads, dtype=np.int64).reshape(-1, 2).T
+        self.size_item, self.size_reader = np.array(size_reads, dtype=np.int64).reshape(-1, 2).T
         self.gradient, self.parameter = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
 
     def _add_write_backs(self) -> None:
@@ -312,7 +312,8 @@ class Arrays:
     def _device_types(self) -> list[tuple[DeviceSpec, Bools]]:
         """One spec of each device type, and the mask of its devices: allocators of one type round alike."""
         spec_of = {spec.type: spec for spec in reversed(self.specs)}
-        return [(one, np.array([spec.type == kind for spec in self.specs])) for kind, one in spec_of.items()]
+        types = np.array([spec.type for spec in self.specs])
+        return [(spec, types == device_type) for device_type, spec in spec_of.items()]
 
     @cached_property
     def _copies_from(self) -> dict[DeviceKey, Bools]:
@@ -348,7 +349,7 @@ class Arrays:
         return base, [np.flatnonzero(depth == level) for level in range(1, int(depth.max(initial=0)) + 1)]
 
     @cached_property
-    def staying(self) -> Ints:
+    def live_at_end(self) -> Ints:
         """Tensors that are still live at the end on the device where they are made."""
         items = [self.item_of[value.name] for value in self.tensors if value.stays and not value.gradient_of]
         if not self.problem.returns_to_host:
@@ -360,7 +361,7 @@ class Arrays:
         return np.array([key == self.problem.topology.cpu for key in self.keys], dtype=bool)
 
     @cached_property
-    def staying_gradients(self) -> Bools:
+    def gradients_live_at_end(self) -> Bools:
         """(gradients,) whether each is still live at the end, where its parameter resides."""
         return np.array([self.tensors[item].stays for item in self.gradient], dtype=bool)
 
@@ -414,7 +415,7 @@ class Arrays:
         busy = np.concatenate([self.workspace[:, self.running], self.workspace[:, end:]], axis=1)
         peaks: Floats = np.where(acting, live_bytes + busy, 0.0).max(axis=1)
         self._count_gradients(peaks, live_bytes - freed[:, 1:], home)
-        if self._optimizer_bytes.any() or self.staying_gradients.any():
+        if self._optimizer_bytes.any() or self.gradients_live_at_end.any():
             peaks = np.maximum(peaks, live_bytes[:, end] + self._optimizer_peak(home))
         return peaks + self.resident(home)
 
@@ -436,11 +437,14 @@ class Arrays:
         at_home = np.arange(len(self.names)) * width + home
         born[at_home] = np.where(self.fixed >= 0, -1, time[self.source])
         born[at_home[self.values :]] = -1  # weights are always live
-        np.maximum.at(last, self.looked_at * width + home[self.looked_at], time[self.looking])
+        np.maximum.at(last, self.size_item * width + home[self.size_item], time[self.size_reader])
         leaves = born[instance] - returned  # results are moved before anything else runs
         np.maximum.at(last, item[moved] * width + home[item[moved]], leaves[moved])
-        last[at_home[self.staying]] = end
-        gradient, goal = self.gradient[self.staying_gradients], home[self.parameter[self.staying_gradients]]
+        last[at_home[self.live_at_end]] = end
+        gradient, goal = (
+            self.gradient[self.gradients_live_at_end],
+            home[self.parameter[self.gradients_live_at_end]],
+        )
         copied = gradient * width + goal
         # gradients in CPU memory stay allocated between training steps
         born[copied] = np.where(self._is_cpu[goal], 0, time[self.source[gradient]])
@@ -470,7 +474,7 @@ class Arrays:
         arrives = (target != home[self.gradient]) & (target < self.computing)
         item, target = self.gradient[arrives], target[arrives]
         nbytes = between[target, self._time[self.source[item]]]
-        nbytes += np.where(self.staying_gradients[arrives], 0.0, self.copied_bytes[item, target])
+        nbytes += np.where(self.gradients_live_at_end[arrives], 0.0, self.copied_bytes[item, target])
         np.maximum.at(peaks, target, nbytes)
 
     @cached_property
@@ -488,8 +492,8 @@ class Arrays:
 
     def _optimizer_peak(self, home: Ints) -> Floats:
         """(devices that compute,) peak bytes of the optimizer for the weights that reside there."""
-        here = home[self.values :] == np.arange(self.computing)[:, None]
-        alone, together = self._optimizer_bytes * here
+        resides = home[self.values :] == np.arange(self.computing)[:, None]
+        alone, together = self._optimizer_bytes * resides
         return np.asarray(np.maximum(alone.max(axis=1, initial=0.0), together.sum(axis=1)))
 
     @cached_property
@@ -520,8 +524,8 @@ class Arrays:
     @cached_property
     def large_shared(self) -> list[int]:
         """Shared weights of at least the share ``negligible`` of all weight bytes."""
-        least = max(1.0, PARAMS.negligible * float(self.weight_bytes.sum()))
-        return [item for item in self.shared if self.stored_bytes([item]) >= least]
+        threshold = max(1.0, PARAMS.negligible * float(self.weight_bytes.sum()))
+        return [item for item in self.shared if self.stored_bytes([item]) >= threshold]
 
     def stored_bytes(self, items: Sequence[int]) -> float:
         """Return the bytes of these weights where they reside, with gradients and optimizer state."""
@@ -553,9 +557,12 @@ class Arrays:
         for d, spec in enumerate(self.specs):
             separate = np.flatnonzero(self._separate & (where == d)).tolist()
             buffer = self.problem.prefetch_bytes.get(spec.key)
-            sizes = [self.weights[w].nbytes for w in separate] + ([buffer] if buffer else [])
+            sizes = [self.weights[w].nbytes for w in separate]
+            if buffer:
+                sizes.append(buffer)
             for w in self._with_training_state:
-                sizes += self.weights[w].beside if where[w] == d else ()
+                if where[w] == d:
+                    sizes += self.weights[w].beside
             total[d] += spec.resident([int(stored[d]), *sizes])
         return total
 
@@ -567,7 +574,7 @@ class Arrays:
     def fixed_bytes(self) -> Floats:
         """(devices that compute,) least bytes of every placement: fixed weights, buffers, inputs.
 
-        What an allocator takes beyond whole 512s depends on what is allocated together, and is left out.
+        Bytes that an allocator takes beyond whole 512s depend on the other allocations, and are left out.
         """
         home = self.fixed[self.values :].copy()
         home[[v - self.values for v in self.returned_weights]] = -1
@@ -596,18 +603,18 @@ class Arrays:
     # -- to and from assignments --------------------------------------------------------------------
 
     @cached_property
-    def able(self) -> Bools:
+    def can_run(self) -> Bools:
         """(devices that compute, macro-operations) whether all of its operations may run there."""
         finite = [np.isfinite(self.compute[:, members]).all(axis=1) for members in self.units]
         return np.array(finite, dtype=bool).reshape(len(self.units), self.computing).T
 
     def expand(self, units: Ints) -> Ints:
-        """(operations,) devices, from those of macro-operations; host scalars go with what they read.
+        """(operations,) devices, from those of macro-operations; host scalars run where their inputs are.
 
         A macro-operation that may not run on its device goes to the first device on which it may.
         """
-        misplaced = ~self.able[units, np.arange(len(units))] & self.able.any(axis=0)
-        units = np.where(misplaced, self.able.argmax(axis=0), units)
+        misplaced = ~self.can_run[units, np.arange(len(units))] & self.can_run.any(axis=0)
+        units = np.where(misplaced, self.can_run.argmax(axis=0), units)
         placed = {
             self.operations[i].name: self.keys[d]
             for members, d in zip(self.units, units.tolist(), strict=True)

@@ -33,7 +33,7 @@ def constrain(problem: Problem, constraints: Constraints) -> Problem:
         _check_no_offload(constraints, problem.topology, accelerators)
     if not (constraints.cpu_compute and constraints.offload) and accelerators:
         allowed.update(dict.fromkeys(graph.operations, accelerators))
-    allowed.update(_beside_fixed_weights(graph, fixed))
+    allowed.update(_homes_of_fixed_weights(graph, fixed))
     cpu = problem.topology.cpu
     if cpu is not None:
         offloading = (name for name, operation in graph.operations.items() if operation.offloads)
@@ -77,23 +77,23 @@ def where_buffers_suffice(problem: Problem) -> Problem:
     return replace(problem, allowed=allowed)
 
 
-def _beside_fixed_weights(graph: Graph, fixed: Mapping[str, DeviceKey]) -> dict[str, frozenset[DeviceKey]]:
+def _homes_of_fixed_weights(graph: Graph, fixed: Mapping[str, DeviceKey]) -> dict[str, frozenset[DeviceKey]]:
     """Return operation -> the home of a fixed weight that it reads and that is never streamed."""
     homes: dict[str, dict[DeviceKey, str]] = {}
     for name, key in fixed.items():
         if name in graph.weights and not graph.weights[name].streamable:
             for reader in graph.readers.get(name, ()):
                 homes.setdefault(reader, {})[key] = name
-    for operation, places in homes.items():
-        if len(places) > 1:
-            listed = ", ".join(f"{name!r} on {key!r}" for key, name in places.items())
+    for operation, sources in homes.items():
+        if len(sources) > 1:
+            listed = ", ".join(f"{name!r} on {key!r}" for key, name in sources.items())
             raise PlanError(
                 f"{operation!r} writes to tensors on different devices: {listed}. An earlier plan, of a "
                 "call that only reads these weights, has placed them: pin them to one device, or partition "
                 "the model in the mode of this call. Keys and values of one layer of a cache must be on "
                 "one device"
             )
-    return {operation: frozenset(places) for operation, places in homes.items()}
+    return {operation: frozenset(sources) for operation, sources in homes.items()}
 
 
 def _check_no_offload(
@@ -108,7 +108,7 @@ def _check_no_offload(
 
 @dataclass(frozen=True, slots=True)
 class _Pinned:
-    """Applies pins. Pins are given innermost first, and an inner pin wins over those around it.
+    """Applies pins. Pins are given innermost first, and an inner pin wins over those that enclose it.
 
     Attributes:
         graph: the graph whose operations and weights are pinned.
@@ -125,7 +125,7 @@ class _Pinned:
     names: dict[str, list[str]] = field(default_factory=dict)
 
     def pin(self, name: str, key: DeviceKey) -> None:
-        """Pin a weight, operation or module to a device, except for what an inner pin has fixed."""
+        """Pin a weight, operation or module to a device, except where an inner pin applies."""
         graph, topology = self.graph, self.topology
         if key not in topology:
             listed = ", ".join(map(repr, topology.keys))
@@ -150,8 +150,8 @@ class _Pinned:
         if any(not module or name.startswith(module + ".") for name in inner):
             return
         if self.fixed.setdefault(weight, key) != key:
-            there = self.fixed[weight]
-            raise PlanError(f"pin puts {weight!r} on {there!r} and, through {module!r}, on {key!r}")
+            earlier = self.fixed[weight]
+            raise PlanError(f"pin puts {weight!r} on {earlier!r} and, through {module!r}, on {key!r}")
         inner.append(module)
 
 
@@ -169,7 +169,7 @@ def _unknown(graph: Graph, name: str, where: str) -> PlanError:
 
 
 def _tied(graph: Graph, groups: Sequence[Sequence[str]]) -> Graph:
-    """Return the graph with the caller's groups beside those that aliasing ties."""
+    """Return the graph with the caller's groups in addition to those that aliasing requires."""
     if not groups:
         return graph
     members = (
@@ -196,8 +196,10 @@ def _contradiction(graph: Graph, group: frozenset[str], constraints: Constraints
     groups = [list(names) for names in constraints.groups if any(_concerns(graph, n, group) for n in names)]
     pins = {name: key for name, key in constraints.pin.items() if _concerns(graph, name, group)}
     rules = [f"together={names!r}" for names in groups]
-    rules += [f"pin={pins!r}"] if pins else []
-    rules += ["cpu_compute=False"] if not constraints.cpu_compute else []
+    if pins:
+        rules.append(f"pin={pins!r}")
+    if not constraints.cpu_compute:
+        rules.append("cpu_compute=False")
     if len(set(pins.values())) < 2:  # weights that are written stay where an earlier plan has put them
         rules.append("the device of weights that they write to")
     listed = ", ".join(sorted(group)[:4]) + (", ..." if len(group) > 4 else "")

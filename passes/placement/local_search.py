@@ -147,7 +147,7 @@ class LocalSearch:
 
     def _shift_or_swap(self, draw: random.Random) -> Ints:
         """Return the devices with a run moved off one over its budget, if any; or with two runs swapped."""
-        devices, able = self.devices.copy(), self.arrays.able[:, self.arrays.unit_of]
+        devices, able = self.devices.copy(), self.arrays.can_run[:, self.arrays.unit_of]
         full = np.flatnonzero(self.peaks > self.arrays.room)
         source = draw.choice((full if len(full) else np.unique(devices)).tolist())
         target = draw.choice([d for d in range(self.arrays.computing) if d != source])

@@ -52,7 +52,7 @@ class _Tables:
     peer_count: Floats
     weights: Floats
     activations: Floats
-    widest: Floats
+    max_weight_bytes: Floats
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class SegmentDP:
             tight budgets need.
         minimise_excess: minimise the bytes over the budgets, then seconds. A cut may separate operations
             that must share a device, and a segment may hold operations that may not run there; they are
-            moved after.
+            moved afterwards.
     """
 
     def __init__(
@@ -135,9 +135,9 @@ class SegmentDP:
         arrays = self.arrays
         last = np.full(len(arrays.names), -1)
         np.maximum.at(last, arrays.item, arrays.reader)
-        np.maximum.at(last, arrays.looked_at, arrays.looking)
+        np.maximum.at(last, arrays.size_item, arrays.size_reader)
         last = np.maximum(last, arrays.source)
-        last[arrays.staying] = arrays.count
+        last[arrays.live_at_end] = arrays.count
         last[[item for item, _ in arrays.written]] = arrays.count
         if arrays.folded:
             last = np.maximum(last, _saved_until(arrays))
@@ -165,9 +165,9 @@ class SegmentDP:
         self.complete = len(positions) <= limit  # whether no cut is left out
         crossing = arrays.crossing[positions]
         crossing[[0, -1]] = np.inf
-        before, here, after = crossing[:-2], crossing[1:-1], crossing[2:]
-        order = np.lexsort((here, (here > before) | (here > after)))
-        return spread(positions, order, self._progress, limit)
+        left, inner, right = crossing[:-2], crossing[1:-1], crossing[2:]
+        order = np.lexsort((inner, (inner > left) | (inner > right)))
+        return choose_cuts(positions, order, self._progress, limit)
 
     @cached_property
     def _progress(self) -> Floats:
@@ -175,8 +175,8 @@ class SegmentDP:
         arrays = self.arrays
         fresh = self.is_weight & (self.previous < 0)
         nbytes = np.bincount(self.read_by[fresh], arrays.nbytes[self.read_item[fresh]], arrays.count)
-        each = nbytes / max(float(nbytes.sum()), 1.0) + 1.0 / arrays.count
-        return np.concatenate([[0.0], each.cumsum() / 2])
+        share = nbytes / max(float(nbytes.sum()), 1.0) + 1.0 / arrays.count
+        return np.concatenate([[0.0], share.cumsum() / 2])
 
     def _tables(self, homes: Homes) -> _Tables:
         arrays, cuts, n = self.arrays, self.cuts, self.arrays.count
@@ -188,13 +188,13 @@ class SegmentDP:
         reach = self._reach(fresh, sizes)
         tables = _Tables(*(np.zeros((len(cuts), reach)) for _ in range(7)))
         device = self.classes[0][0]
-        own = np.flatnonzero(arrays.source[: arrays.values] >= 0)
-        own = own[np.argsort(arrays.source[own], kind="stable")]
-        birth, death, size = arrays.source[own], self.last[own], arrays.made_bytes[own, device]
+        made = np.flatnonzero(arrays.source[: arrays.values] >= 0)
+        made = made[np.argsort(arrays.source[made], kind="stable")]
+        birth, death, size = arrays.source[made], self.last[made], arrays.made_bytes[made, device]
         copies, until = arrays.copied_bytes[self.read_item, device], self.last[self.read_item]
         moved, ones = arrays.nbytes[self.read_item], np.ones(len(self.read_item))
         from_host = (~self.is_weight | self.is_fixed) & (self.previous < 0)
-        again = ~decided & (self.previous >= 0)
+        is_reread = ~decided & (self.previous >= 0)
         per_operation = np.bincount(self.read_by[undecided], sizes[undecided], n)
         ends = np.minimum(np.arange(len(cuts)) + reach, len(cuts) - 1)
         reads = np.searchsorted(self.read_by, cuts)
@@ -204,7 +204,7 @@ class SegmentDP:
             count, at = end - start, cuts[row + 1 : row + 1 + reach] - 1 - start
             columns = slice(0, len(at))
             r, b = slice(reads[row], reads[last_row]), slice(births[row], births[last_row])
-            reader, peer = self.read_by[r] - start, again[r] & (self.previous[r] < start)
+            reader, peer = self.read_by[r] - start, is_reread[r] & (self.previous[r] < start)
             for table, chosen, amounts in (
                 (tables.host_bytes, from_host[r], moved),
                 (tables.host_count, from_host[r], ones),
@@ -213,15 +213,17 @@ class SegmentDP:
                 (tables.weights, fresh[r], sizes),
             ):
                 table[row, columns] = np.bincount(reader[chosen], amounts[r][chosen], count).cumsum()[at]
-            copy = peer | (~self.is_weight[r] & (self.previous[r] < 0))  # copies of shared weights too
+            is_copied = peer | (~self.is_weight[r] & (self.previous[r] < 0))  # copies of shared weights too
             change = np.zeros(count + 1)
-            change += np.bincount(reader[copy], copies[r][copy], count + 1)
-            change -= np.bincount(np.minimum(until[r][copy] + 1 - start, count), copies[r][copy], count + 1)
+            change += np.bincount(reader[is_copied], copies[r][is_copied], count + 1)
+            change -= np.bincount(
+                np.minimum(until[r][is_copied] + 1 - start, count), copies[r][is_copied], count + 1
+            )
             change += np.bincount(birth[b] - start, size[b], count + 1)
             change -= np.bincount(np.minimum(death[b] + 1 - start, count), size[b], count + 1)
             live = change.cumsum()[:-1] + arrays.workspace[device, start:end]
             tables.activations[row, columns] = np.maximum.accumulate(live)[at]
-            tables.widest[row, columns] = np.maximum.accumulate(per_operation[start:end])[at]
+            tables.max_weight_bytes[row, columns] = np.maximum.accumulate(per_operation[start:end])[at]
         self.effort.charge(3000.0 * len(cuts))
         return tables
 
@@ -231,8 +233,8 @@ class SegmentDP:
             return len(self.cuts) - 1
         nbytes = np.bincount(self.read_by[fresh], sizes[fresh], self.arrays.count)
         total = np.concatenate([[0.0], nbytes.cumsum()])[self.cuts]
-        most = max(self.arrays.room[members[0]] for members in self.classes)
-        spans = np.searchsorted(total, total + most, side="right") - 1 - np.arange(len(self.cuts))
+        limit = max(self.arrays.room[members[0]] for members in self.classes)
+        spans = np.searchsorted(total, total + limit, side="right") - 1 - np.arange(len(self.cuts))
         return max(1, min(int(spans.max()), len(self.cuts) - 1))
 
     # -- homes of shared weights ---------------------------------------------------------------------
@@ -245,7 +247,9 @@ class SegmentDP:
         arrays, large = self.arrays, self.arrays.large_shared
         if self.classes:
             yield {}
-        for members in self.classes if large else ():
+        if not large:
+            return
+        for members in self.classes:
             if arrays.nbytes[large].sum() <= arrays.room[members[0]]:
                 yield {arrays.names[item]: members[0] for item in large}
 
@@ -291,9 +295,9 @@ class SegmentDP:
     def _price_over_budget(self) -> float:
         """Seconds that no placement exceeds: the price of one byte over a budget."""
         arrays = self.arrays
-        each = np.where(np.isfinite(arrays.compute), arrays.compute, 0.0).max(axis=0).sum()
+        compute = np.where(np.isfinite(arrays.compute), arrays.compute, 0.0).max(axis=0).sum()
         moves = arrays.latency.max() + arrays.nbytes[arrays.item] * arrays.per_byte.max()
-        return float(each + moves.sum())
+        return float(compute + moves.sum())
 
     def states_of(self, classes: list[list[int]]) -> list[tuple[int, ...]]:
         """Return the states of these classes: see :func:`used_devices`."""
@@ -301,16 +305,18 @@ class SegmentDP:
 
     def _solve(self, homes: Homes, margin: Floats) -> list[Segment] | None:
         tables = self._tables_for(homes)
-        taken = np.zeros(self.arrays.computing)
+        home_bytes = np.zeros(self.arrays.computing)
         for name, device in homes.items():
-            taken[device] += self.arrays.nbytes[self.arrays.item_of[name]]
-        free = [[d for d in members if not taken[d]] for members in self.classes]
+            home_bytes[device] += self.arrays.nbytes[self.arrays.item_of[name]]
+        free = [[d for d in members if not home_bytes[d]] for members in self.classes]
         # a home is a class of its own: it runs the last reader
-        classes = [members for members in free if members] + [[d] for d in np.flatnonzero(taken).tolist()]
-        resident = taken + self.arrays.fixed_bytes
+        classes = [members for members in free if members] + [
+            [d] for d in np.flatnonzero(home_bytes).tolist()
+        ]
+        resident = home_bytes + self.arrays.fixed_bytes
         space = self.arrays.room - resident - margin
         used = [members[0] for members in classes] + ([] if self.cpu is None else [self.cpu])
-        # bytes that each segment adds: its weights are in one storage with what is resident
+        # bytes that each segment adds: its weights share a storage with the resident ones
         stored = {d: self.arrays.specs[d].resident_alone(tables.weights + resident[d]) for d in used}
         needs = {d: stored[d] - resident[d] + tables.activations for d in used}
         costs = [self._seconds(tables, d, needs[d] - space[d], space[d], homes) for d in used]
@@ -320,8 +326,8 @@ class SegmentDP:
         segments = []
         for i, j, device in path:
             first = device if device in needs else next(m[0] for m in classes if device in m)
-            need = needs[first][i, j - i - 1]
-            excess = 0.0 if device == self.cpu else max(0.0, float(need - space[device]))
+            nbytes = needs[first][i, j - i - 1]
+            excess = 0.0 if device == self.cpu else max(0.0, float(nbytes - space[device]))
             segments.append(Segment(int(self.cuts[i]), int(self.cuts[j]), device, excess))
         return segments
 
@@ -337,36 +343,36 @@ class SegmentDP:
         arrays, cuts, last = self.arrays, self.cuts, len(self.cuts) - 1
         ends = np.arange(1, len(cuts) + 1)[:, None] + np.arange(tables.weights.shape[1])[None, :]
         exists, ends = ends <= last, np.minimum(ends, last)
-        each = arrays.compute[device].copy()
+        compute = arrays.compute[device].copy()
         if self.minimise_excess:
-            each[~np.isfinite(each)] = 0.0
+            compute[~np.isfinite(compute)] = 0.0
         for name, home in homes.items():  # the last reader, mostly a head, runs where its weight resides
             readers = arrays.reader[arrays.item == arrays.item_of[name]]
             if home != device:
-                each[readers[readers < arrays.count].max()] = np.inf
-        able = np.isfinite(each)
-        barred = np.concatenate([[0], (~able).cumsum()])[cuts]
-        total = np.concatenate([[0.0], np.where(able, each, 0.0).cumsum()])[cuts]
+                compute[readers[readers < arrays.count].max()] = np.inf
+        allowed = np.isfinite(compute)
+        forbidden = np.concatenate([[0], (~allowed).cumsum()])[cuts]
+        total = np.concatenate([[0.0], np.where(allowed, compute, 0.0).cumsum()])[cuts]
         host = arrays.host
         seconds = total[ends] - total[:, None]
         seconds += tables.host_count * arrays.latency[host, device]
         seconds += tables.host_bytes * arrays.per_byte[host, device]
         returned = arrays.item[arrays.reader == arrays.count]
-        if len(returned) and not self.slowest:  # no stage is charged for what it passes on
-            back = len(returned) * arrays.latency[device, host]
-            back += float(arrays.nbytes[returned].sum()) * arrays.per_byte[device, host]
-            seconds = seconds + np.where(ends == last, back, 0.0)
+        if len(returned) and not self.slowest:  # no stage is charged for the results that it passes on
+            returning = len(returned) * arrays.latency[device, host]
+            returning += float(arrays.nbytes[returned].sum()) * arrays.per_byte[device, host]
+            seconds = seconds + np.where(ends == last, returning, 0.0)
         fits = excess <= 0
         if self.streaming and device != self.cpu:
             # prefetch buffers take room of their own; copies overlap with computation
             source = self.cpu if self.cpu is not None else host
-            nbytes = excess + 2 * tables.widest
+            nbytes = excess + 2 * tables.max_weight_bytes
             seconds = np.where(fits, seconds, np.maximum(seconds, nbytes * arrays.per_byte[source, device]))
-            fits |= tables.activations + 2 * tables.widest <= space
+            fits |= tables.activations + 2 * tables.max_weight_bytes <= space
         elif self.minimise_excess:
             seconds = seconds + np.where(fits, 0.0, excess * self._price_over_budget)
             fits |= True
-        possible: Floats = np.where(fits & exists & (barred[ends] == barred[:, None]), seconds, np.inf)
+        possible: Floats = np.where(fits & exists & (forbidden[ends] == forbidden[:, None]), seconds, np.inf)
         return possible
 
 
@@ -397,8 +403,8 @@ class _ShortestPath:
         ends = [name for name in self.rows if np.isfinite(self.rows[name].seconds[-1])]
         if not ends:
             return None
-        least = min(self.rows[name].seconds[-1] for name in ends)
-        equal = [name for name in ends if self.rows[name].seconds[-1] <= least * (1 + ROUNDING)]
+        shortest = min(self.rows[name].seconds[-1] for name in ends)
+        equal = [name for name in ends if self.rows[name].seconds[-1] <= shortest * (1 + ROUNDING)]
         return self._trace(min(equal, key=lambda name: sum(name[0])))
 
     def _row(self, name: _State) -> _Row:
@@ -437,16 +443,16 @@ class _ShortestPath:
     def _link(self, last: int, target: int) -> tuple[float, float]:
         """Return latency and seconds per byte from the segment before; -1 is the CPU, or the host."""
         arrays, cpu = self.dp.arrays, self.dp.cpu
-        here = self.classes[target][0] if target >= 0 else cpu
-        assert here is not None
+        device = self.classes[target][0] if target >= 0 else cpu
+        assert device is not None
         if last < 0:
-            before: int = cpu if cpu is not None else arrays.host
+            source: int = cpu if cpu is not None else arrays.host
         else:
-            peers = [d for d in self.classes[last] if d != here]
+            peers = [d for d in self.classes[last] if d != device]
             if self.dp._uniform and not peers:
-                peers = [d for members in self.classes for d in members if d != here]
-            before = peers[0] if peers else here
-        return float(arrays.latency[before, here]), float(arrays.per_byte[before, here])
+                peers = [d for members in self.classes for d in members if d != device]
+            source = peers[0] if peers else device
+        return float(arrays.latency[source, device]), float(arrays.per_byte[source, device])
 
     def _relax(self, row: _Row, cost: Floats, into: _State) -> None:
         reach = cost.shape[1]
@@ -455,8 +461,8 @@ class _ShortestPath:
             return
         ends = slice(int(reached[0]) + 1, min(self.cuts, int(reached[-1]) + reach + 1))
         padded = np.concatenate([np.full(reach, np.inf), row.seconds])
-        before = sliding_window_view(padded, reach)[ends]
-        through = np.maximum(before, cost[ends]) if self.dp.slowest else before + cost[ends]
+        earlier = sliding_window_view(padded, reach)[ends]
+        through = np.maximum(earlier, cost[ends]) if self.dp.slowest else earlier + cost[ends]
         self.dp.effort.charge(500.0 + 0.15 * through.size)
         best = through.argmin(1)
         value = through[np.arange(len(best)), best]
@@ -472,23 +478,23 @@ class _ShortestPath:
         end, names = self.cuts - 1, list(self.rows)
         while end > 0:
             row = self.rows[name]
-            before, start = names[int(row.origin[end])], int(row.start[end])
-            used = [after - earlier for after, earlier in zip(name[0], before[0], strict=True)]
+            previous, start = names[int(row.origin[end])], int(row.start[end])
+            used = [after - earlier for after, earlier in zip(name[0], previous[0], strict=True)]
             if any(used):
                 c = used.index(1)
-                segments.append((start, end, self.classes[c][before[0][c]]))
+                segments.append((start, end, self.classes[c][previous[0][c]]))
             else:
                 assert self.dp.cpu is not None
                 segments.append((start, end, self.dp.cpu))
-            name, end = before, start
+            name, end = previous, start
         return segments[::-1]
 
 
 def _saved_until(arrays: Arrays) -> Ints:
     """(items,) in a folded order, the last operation while an item waits for the backward pass, else -1.
 
-    What the forward pass saves is live while the rest of the segment runs, forward and backward. What is
-    computed again is live while the operations that are computed again together run.
+    Saved values are live while the rest of the segment runs, forward and backward. Recomputed values are live
+    while the operations that are recomputed together run.
     """
     until = np.full(len(arrays.names), -1)
     end = np.full(arrays.count, -1)  # operation -> the last of its run of repeated operations
@@ -508,31 +514,31 @@ def _saved_until(arrays: Arrays) -> Ints:
     return until
 
 
-def spread(cuts: Ints, order: Ints, progress: Floats, most: int) -> Ints:
-    """Return at most ``most`` cuts, both ends among them: the best of each stretch of work, then of all.
+def choose_cuts(cuts: Ints, order: Ints, progress: Floats, limit: int) -> Ints:
+    """Return at most ``limit`` cuts, both ends among them: the best of each stretch of work, then of all.
 
     Args:
         cuts: positions.
         order: indices of the cuts between the ends, the best first.
         progress: (positions,) share of the work before each.
-        most: number of cuts to return; there are half as many stretches.
+        limit: number of cuts to return; there are half as many stretches.
     """
     inner = cuts[1:-1]
-    stretch = np.floor(progress[inner] * (most // 2)).astype(np.int64)
+    stretch = np.floor(progress[inner] * (limit // 2)).astype(np.int64)
     _, first = np.unique(stretch[order], return_index=True)
-    kept = order[np.sort(first)]
-    chosen = np.concatenate([kept, order[~np.isin(order, kept)]])[: most - 2]
+    best = order[np.sort(first)]
+    chosen = np.concatenate([best, order[~np.isin(order, best)]])[: limit - 2]
     return np.concatenate([cuts[:1], np.sort(inner[chosen]), cuts[-1:]])
 
 
 def used_devices(
-    counts: Sequence[int], most: int, order: Iterable[int] | None = None
+    counts: Sequence[int], max_states: int, order: Iterable[int] | None = None
 ) -> list[tuple[int, ...]]:
     """Return the numbers of used devices of each class; each follows those with one device fewer.
 
-    If there are more than ``most`` states, the classes are filled one after the other, in ``order``.
+    If there are more than ``max_states`` states, the classes are filled one after the other, in ``order``.
     """
-    if math.prod(count + 1 for count in counts) <= most:
+    if math.prod(count + 1 for count in counts) <= max_states:
         return sorted(product(*(range(count + 1) for count in counts)), key=sum)
     used = [0] * len(counts)
     states = [tuple(used)]
