@@ -29,7 +29,15 @@ from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.params import PARAMS
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import on_one_device
-from graphplan.passes.training.knapsack import Item, Savings, cheapest, enough, freed, items_of, ordered
+from graphplan.passes.training.knapsack import (
+    Item,
+    Savings,
+    cheapest,
+    count_to_free,
+    freed_bytes,
+    items_of,
+    sorted_by_price,
+)
 from graphplan.passes.training.offload import offload
 from graphplan.passes.training.recompute import recompute
 from graphplan.passes.training.segments import segments_of
@@ -103,7 +111,7 @@ class _SavingsSearch:
             return feasible
         # nothing fits: save as little as the caller allows, so that the error names the smallest budgets
         paths = tuple(dict.fromkeys(item.path for item in items))
-        savings = Savings(again=paths if self.recomputes else (), offloaded=paths if self.offloads else ())
+        savings = Savings(fully=paths if self.recomputes else (), offloaded=paths if self.offloads else ())
         return [Trial(member_with(self.member, savings), None)]
 
     def place(self, trial: Trial) -> list[Choice]:
@@ -171,7 +179,7 @@ class _SavingsSearch:
     def _useful_count(self, items: Sequence[Item]) -> int:
         """Return how many of the cheapest items still allow a step faster than the unchanged one."""
         most, seconds = 0, self.least_seconds
-        for item in ordered(items):
+        for item in sorted_by_price(items):
             seconds += item.seconds
             if seconds >= self.tried[0].seconds:
                 break
@@ -230,7 +238,7 @@ class _SavingsSearch:
         numbered = [segment for segment in segments if segment.path.rpartition(".")[2].isdigit()]
         blocks = items_of(numbered or segments, self.problem.graph, self.least.__getitem__, None)
         paths = dict.fromkeys(block.path for block in blocks)
-        return Savings(again=tuple(paths)), sum(block.seconds for block in blocks)
+        return Savings(fully=tuple(paths)), sum(block.seconds for block in blocks)
 
     def _try(self, count: int, savings: Savings) -> None:
         """Probe the step with these savings, of so many segments."""
@@ -281,12 +289,14 @@ def next_count(seconds: Mapping[int, float], guess: int, most: int) -> int:
 
 def _guess(items: Sequence[Item], missing: Mapping[int, int]) -> int:
     """Return how many of the cheapest items should free enough, by interpolation; 0 if all do not."""
-    missing = {len(items): missing[0] - freed(items, len(items)), **missing}
+    missing = {len(items): missing[0] - freed_bytes(items, len(items)), **missing}
     if missing[len(items)] > 0:
         return 0
     counts = sorted(missing)
-    nbytes = np.interp(0, [-missing[count] for count in counts], [freed(items, count) for count in counts])
-    return enough(items, float(nbytes))
+    nbytes = np.interp(
+        0, [-missing[count] for count in counts], [freed_bytes(items, count) for count in counts]
+    )
+    return count_to_free(items, float(nbytes))
 
 
 def _least_seconds(problem: Problem) -> dict[str, float]:
@@ -311,7 +321,7 @@ def member_with(member: Member, savings: Savings) -> Member:
         return member
     capture = copied(member.annotator.capture)
     segments = segments_of(capture)
-    recomputed = {*savings.selectively, *savings.again}
+    recomputed = {*savings.selectively, *savings.fully}
     recompute(capture, (segment for segment in segments if segment.path in recomputed), savings.selectively)
     offload(capture, (segment for segment in segments if segment.path in savings.offloaded))
     return replace(member, annotator=member.annotator.of(capture))

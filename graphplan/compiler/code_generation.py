@@ -19,7 +19,7 @@ from graphplan.devices.topology import CPU, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.lowered_ops import constant_attribute
 from graphplan.passes.lowering.emit import lower, torch_devices
-from graphplan.passes.lowering.specialize_calls import quicken
+from graphplan.passes.lowering.specialize_calls import specialize_calls
 from graphplan.passes.lowering.split_step import split_step
 from graphplan.passes.lowering.stage_modules import cut_stages
 from graphplan.passes.lowering.verify_devices import verify_lowered
@@ -93,7 +93,7 @@ def _generate(
     """Return the code, and attribute name -> module that the code calls."""
     graph, schedule = planned.plan.graph, planned.plan.schedule
     code, branches = lower(planned.capture, graph, schedule, topology)
-    quicken(code)
+    specialize_calls(code)
     verify_lowered(code, graph, schedule, topology)
     if options.compile is None:
         return code, branches

@@ -1,8 +1,8 @@
 """Which operations must share a device because they share memory that is written to.
 
-A copy on another device is no longer a view: what is written to one is not seen in the other. So
-where a storage is written to, and an operation reads it afterwards by another name than the writer's
-result, the writer, that reader and the makers of the views between them stay together::
+A copy on another device is no longer a view: a write to one is not seen in the other. So where a
+storage is written to, and an operation reads it afterwards by another name than the writer's result, the
+writer, that reader and the makers of the views between them stay together::
 
     b = view(a)           b shares a's storage
     e = sin(a)            reads it before the write: free to go anywhere, with a copy
@@ -37,7 +37,7 @@ def find_together(graph: Graph, groups: Iterable[Sequence[str]]) -> list[frozens
     written = (name for operation in graph.operations.values() for name in operation.mutates)
     for root in dict.fromkeys(roots.get(name, name) for name in written):
         if root in graph.weights or root in graph.inputs:
-            nx.add_path(same_device, _touching(graph, root, roots))
+            nx.add_path(same_device, _accessing(graph, root, roots))
         else:
             nx.add_path(same_device, _entangled(graph, root, members.get(root, []), order))
     for operation in graph.operations.values():
@@ -51,7 +51,7 @@ def find_together(graph: Graph, groups: Iterable[Sequence[str]]) -> list[frozens
     return [frozenset(group) for group in nx.connected_components(same_device) if len(group) > 1]
 
 
-def _touching(graph: Graph, root: str, roots: dict[str, str]) -> list[str]:
+def _accessing(graph: Graph, root: str, roots: dict[str, str]) -> list[str]:
     """Return the operations that make or read the storage of ``root``, in order."""
     return [
         operation.name
@@ -76,19 +76,23 @@ def _entangled(graph: Graph, root: str, members: list[str], order: Mapping[str, 
         targets = [name for name in operation.mutates if name in inside]
         if not targets:
             continue
-        fresh = _descendants(graph, members, operation.outputs)
-        late = [use for use in readers if use[0] > order[writer] and use[2] not in fresh]
+        results_and_views = _descendants(graph, members, operation.outputs)
+        later_reads = [use for use in readers if use[0] > order[writer] and use[2] not in results_and_views]
         results = (*graph.outputs, *graph.values_kept_after_call)
-        returned = [name for name in results if name in inside and name not in fresh]
-        if not late and not returned:
+        returned = [name for name in results if name in inside and name not in results_and_views]
+        if not later_reads and not returned:
             continue
         # the returned value must not be a copy that an earlier reader needed
-        early = [use for use in readers if use[0] < order[writer] and use[2] in returned]
-        names = {*targets, *returned, *(name for _, _, name in late)}
+        earlier_reads = [use for use in readers if use[0] < order[writer] and use[2] in returned]
+        names = {*targets, *returned, *(name for _, _, name in later_reads)}
         makers = [maker for name in names for maker in _view_makers(graph, name)]
         # a returned value is taken from its producer's device
         owners = [graph.producer[name] for name in (*returned, root) if returned and name in graph.producer]
-        tied.update(dict.fromkeys([writer, *(reader for _, reader, _ in (*early, *late)), *makers, *owners]))
+        tied.update(
+            dict.fromkeys(
+                [writer, *(reader for _, reader, _ in (*earlier_reads, *later_reads)), *makers, *owners]
+            )
+        )
     return sorted(tied, key=lambda name: order[name])
 
 

@@ -1,8 +1,8 @@
 """Run operations on fake tensors to find their results, views and workspaces.
 
-No data, no arithmetic. Of operations that look alike only one is run, so a model of eighty equal layers
-costs little more than one of two. A run shows what no schema tells: which result is a view, and how many
-bytes a composite operation allocates before it is done.
+There is no data and no arithmetic. Of equal operations only one is run, so a model of eighty equal layers
+costs little more than one of two. A run shows facts that no schema states: which result is a view, and how
+many bytes a composite operation allocates before it is done.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Interpreter:
             return {"": _compute_scalar(node, leaves, spec)}
         effects: dict[str, Effect] = {}
         workspace: dict[str, int] = {}
-        runs: dict[torch.device, Effect] = {}  # types without a backend here share the CPU's
+        runs: dict[torch.device, Effect] = {}  # types without a backend on this machine share the CPU's
         for device_type in self.device_types:
             device = _fake_device(device_type)
             try:
@@ -111,13 +111,16 @@ class Interpreter:
             run = runs[device]
             workspace[device_type] = run.workspace[""]
             if device_type == "cuda" and self.bench is not None:
-                results = sum(one.nbytes for one in run.results)
-                taken = self.bench.workspace(node.target, leaves, spec, results)
-                workspace[device_type] = max(taken, run.workspace[""])
+                results = sum(result.nbytes for result in run.results)
+                measured = self.bench.workspace(node.target, leaves, spec, results)
+                workspace[device_type] = max(measured, run.workspace[""])
             if not effects or _shapes(run) == _shapes(next(iter(effects.values()))):
                 effects[device_type] = run  # some recurrent layers' fakes differ in shape from the CPU's
         flops = next(iter(effects.values())).flops
-        return {kind: Effect(run.value, run.results, flops, workspace) for kind, run in effects.items()}
+        return {
+            device_type: Effect(run.value, run.results, flops, workspace)
+            for device_type, run in effects.items()
+        }
 
     def _recorded(self, node: fx.Node, error: Exception) -> Effect:
         """Return the recorded effect of an operation that does not run on fake tensors."""
@@ -164,7 +167,7 @@ def _makes_tensor(node: fx.Node) -> bool:
 
 def _has_static_sizes(node: fx.Node) -> bool:
     """Whether all sizes of a node's inputs and results are numbers."""
-    leaves = pytree.tree_leaves([one.meta.get("val") for one in (node, *node.all_input_nodes)])
+    leaves = pytree.tree_leaves([n.meta.get("val") for n in (node, *node.all_input_nodes)])
     return not any(
         isinstance(size, torch.SymInt)
         for leaf in leaves

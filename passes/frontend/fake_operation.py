@@ -72,8 +72,8 @@ def run_fake(
         target: the operation.
         leaves: its arguments, flat, tensors as :class:`~graphplan.passes.frontend.tensor_meta.TensorMeta`.
         spec: their structure.
-        device: of the tensors; it replaces every device among the arguments.
-        mode: shared by many operations, since creating one takes longer than running most.
+        device: device of the tensors; it replaces every device among the arguments.
+        mode: fake mode, shared by many operations, since creating one takes longer than running most.
     """
     # torch may touch the device itself when it first fakes a tensor there
     with unmetered(), mode, torch.no_grad():
@@ -183,13 +183,13 @@ class _Tracker(TorchDispatchMode):
 
     def _cond(self, _condition: Any, true_branch: Any, false_branch: Any, operands: Any) -> Any:
         """Run both branches, and count the FLOPs of the one that has more: only one runs."""
-        before = most = self.flops
+        initial = largest = self.flops
         for branch in (false_branch, true_branch):
-            self.flops = before
+            self.flops = initial
             with self:
                 results = branch(*operands)
-            most = max(most, self.flops)
-        self.flops = most
+            largest = max(largest, self.flops)
+        self.flops = largest
         return results
 
     def _while_loop(self, condition: Any, body: Any, carried: Any, additional: Any) -> tuple[Any, ...]:
@@ -207,29 +207,29 @@ class _Tracker(TorchDispatchMode):
         results = operation(function, xs, additional)
         tensors = [result for result in results if isinstance(result, torch.Tensor)]
         row = sum(round_up(tensor[0].nbytes) for tensor in tensors)
-        length, before = xs[0].shape[0], self.flops
-        few = min(length, _ROUNDS)
-        rows = xs[0].new_empty((length - few) * row, dtype=torch.uint8)
+        length, earlier = xs[0].shape[0], self.flops
+        rounds = min(length, _ROUNDS)
+        rows = xs[0].new_empty((length - rounds) * row, dtype=torch.uint8)
         self.live.count([rows])
         with self:
             operation.py_kernels[DispatchKey.CompositeExplicitAutograd](
-                function, [x[:few] for x in xs], additional
+                function, [x[:rounds] for x in xs], additional
             )
-        self.flops = before + (self.flops - before) * length // few
-        self.live.count([*tensors, rows.new_empty(few * row)])
+        self.flops = earlier + (self.flops - earlier) * length // rounds
+        self.live.count([*tensors, rows.new_empty(rounds * row)])
         return results
 
     def _scan(self, operation: Any, combine: Any, init: Any, xs: Any, additional: Any) -> tuple[Any, ...]:
         """Run a few rounds with the whole results alive: all others need and compute the same."""
         rows = operation(combine, init, xs, additional)[len(init) :]
         self.live.count(row for row in rows if isinstance(row, torch.Tensor))
-        length, before = xs[0].shape[0], self.flops
-        few = min(length, _ROUNDS)
+        length, earlier = xs[0].shape[0], self.flops
+        rounds = min(length, _ROUNDS)
         with self:
-            carried = run_scan(combine, init, [x[:few] for x in xs], additional_inputs=additional)[
+            carried = run_scan(combine, init, [x[:rounds] for x in xs], additional_inputs=additional)[
                 : len(init)
             ]
-        self.flops = before + (self.flops - before) * length // few
+        self.flops = earlier + (self.flops - earlier) * length // rounds
         return (*carried, *rows)
 
     def _recurrence(self, operation: Any, args: tuple[Any, ...]) -> Any:
@@ -241,8 +241,8 @@ class _Tracker(TorchDispatchMode):
         short, longer = (
             _tracked(operation, shortened(operation, args, tokens), self.kernels) for tokens in _LENGTHS
         )
-        beyond = (length - _LENGTHS[1]) / (_LENGTHS[1] - _LENGTHS[0])
-        peak, flops = (round(b + (b - a) * beyond) for a, b in zip(short, longer, strict=True))
+        factor = (length - _LENGTHS[1]) / (_LENGTHS[1] - _LENGTHS[0])
+        peak, flops = (round(b + (b - a) * factor) for a, b in zip(short, longer, strict=True))
         results = operation(*args)
         result_bytes = sum(round_up(result.untyped_storage().nbytes()) for result in results)
         workspace = results[0].new_empty(max(0, peak - result_bytes), dtype=torch.uint8)

@@ -36,7 +36,7 @@ def _attention(args: tuple[Any, ...], _: Any) -> int:
 
 
 def _attention_backward(args: tuple[Any, ...], _: Any) -> int:
-    """Count seven products where forward has two: both again, scores once more, four for gradients."""
+    """Count seven products where forward has two: both repeated, scores once more, four for gradients."""
     return _attention(args[1:], None) * 7 // 2
 
 

@@ -44,7 +44,7 @@ def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
     """Simplify the captured graph in place.
 
     Args:
-        capture: its graph is changed.
+        capture: the capture, whose graph is changed.
         keep_grad: keep ``detach``, which matters to autograd only.
     """
     graph = capture.graph
@@ -59,8 +59,8 @@ def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
     _conjugate_at_once(graph, written)
     _copy_windows(capture)
     _name_states(graph)
-    kept = ("placeholder", "output")
-    graph.eliminate_dead_code(lambda n: n.op in kept or bool(mutated_arguments(n)) or _has_effects(n))
+    interface = ("placeholder", "output")
+    graph.eliminate_dead_code(lambda n: n.op in interface or bool(mutated_arguments(n)) or _has_effects(n))
     graph.lint()
 
 
@@ -79,7 +79,7 @@ def _fold_lifted_constants(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is not aten.lift_fresh_copy.default:
             continue
-        if storage_of(_val(node)) in memories:  # the caller may write to what is returned
+        if storage_of(_val(node)) in memories:  # the caller may write to the result
             node.target = aten.clone.default
             continue
         aliases = [node, *(user for user in node.users if user.target is aten.detach_.default)]
@@ -93,26 +93,26 @@ def _val(node: Any) -> Any:
 
 
 def _same_type(node: fx.Node) -> bool:
-    before, after = _val(node.args[0]), _val(node)
+    source, result = _val(node.args[0]), _val(node)
     assert isinstance(node.target, torch._ops.OpOverload)
     arguments = named_arguments(node.target, node.args, node.kwargs)
     if arguments.get("copy") or arguments.get("memory_format") not in (None, torch.preserve_format):
         return False
-    return before is not None and after is not None and bool(before.dtype == after.dtype)
+    return source is not None and result is not None and bool(source.dtype == result.dtype)
 
 
 def _whole_slice(node: fx.Node) -> bool:
-    rest = (*node.args[2:], *(None,) * (5 - len(node.args)))
-    start, end, step = rest[:3]
+    arguments = (*node.args[2:], *(None,) * (5 - len(node.args)))
+    start, end, step = arguments[:3]
     return start in (None, 0) and end in (None, _INT_MAX) and step in (None, 1)
 
 
 def _same_shape(node: fx.Node) -> bool:
-    before, after = _val(node.args[0]), _val(node)
-    if before is None or after is None or before.dim() != after.dim():
+    source, result = _val(node.args[0]), _val(node)
+    if source is None or result is None or source.dim() != result.dim():
         return False
     # strides are not compared: those of the trace may differ from a later call's, or a GPU kernel's
-    return all(bool(statically_known_true(a == b)) for a, b in zip(before.shape, after.shape, strict=True))
+    return all(bool(statically_known_true(a == b)) for a, b in zip(source.shape, result.shape, strict=True))
 
 
 def _drops_nothing(node: fx.Node) -> bool:
@@ -133,12 +133,12 @@ _FOLDS: dict[Any, Callable[[fx.Node], bool]] = {
 """Operation -> whether a node of it returns its first argument unchanged."""
 
 
-def _fold(graph: fx.Graph, folds: Mapping[Any, Callable[[fx.Node], bool]], kept: Collection[str]) -> None:
+def _fold(graph: fx.Graph, folds: Mapping[Any, Callable[[fx.Node], bool]], excluded: Collection[str]) -> None:
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.name in kept:
+        if node.op != "call_function" or node.name in excluded:
             continue
-        holds = folds.get(node.target)
-        if holds is None or not isinstance(node.args[0], fx.Node) or not holds(node):
+        returns_argument = folds.get(node.target)
+        if returns_argument is None or not isinstance(node.args[0], fx.Node) or not returns_argument(node):
             continue
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
@@ -160,7 +160,9 @@ _MAY_COPY = (aten.contiguous.default, aten.reshape.default, aten.flatten.using_i
 
 def _keep_copies(graph: fx.Graph, written: set[int]) -> None:
     """Make copies of the trace explicit where the copy or its source is written to."""
-    for node in graph.nodes if written else ():
+    if not written:
+        return
+    for node in graph.nodes:
         if node.target not in _MAY_COPY:
             continue
         source, result = _val(node.args[0]), _val(node)
@@ -194,10 +196,10 @@ def _conjugate_at_once(graph: fx.Graph, written: set[int]) -> None:
     for node in list(graph.nodes):
         if node.target not in _LAZY:
             continue
-        given = node.args[0]
-        if isinstance(given, complex):  # of the code, in a formula of autograd
+        argument = node.args[0]
+        if isinstance(argument, complex):  # of the code, in a formula of autograd
             for reader in list(node.users):
-                reader.replace_input_with(node, given.conjugate())
+                reader.replace_input_with(node, argument.conjugate())
             graph.erase_node(node)
         elif storage_of(_val(node)) not in shared:
             node.target = _LAZY[node.target]

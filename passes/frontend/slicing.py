@@ -71,7 +71,7 @@ def slice_weights(capture: Capture, parts: Iterable[Part]) -> Capture:
     """Return a copy of a capture that reads weights in parts.
 
     Args:
-        capture: is not changed.
+        capture: the capture, which is not changed.
         parts: all rows of each weight to slice, in order; each is :func:`is_sliceable`.
     """
     sliced = copied(capture)

@@ -11,14 +11,14 @@ from graphplan.ir.graph_elements import Value
 def upper_bound_graph(a: Graph, b: Graph) -> Graph:
     """Return a graph that bounds two readings of a capture: each value and workspace has the larger bytes.
 
-    A value that is a view in only one of them counts as no view.
+    A value that is a view in only one of them does not count as a view.
     """
     values = [_upper_bound_value(value, b.values[name]) for name, value in a.values.items()]
     operations = []
     for name, operation in a.operations.items():
         other = b.operations[name]
-        kinds = {*operation.workspace, *other.workspace}
-        workspace = {k: max(operation.workspace_on(k), other.workspace_on(k)) for k in sorted(kinds)}
+        types = {*operation.workspace, *other.workspace}
+        workspace = {t: max(operation.workspace_on(t), other.workspace_on(t)) for t in sorted(types)}
         operations.append(replace(operation, workspace=workspace))
     return a.changed(operations=operations, values=values).tied(b.together)
 

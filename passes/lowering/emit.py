@@ -66,7 +66,7 @@ class _Lowering:
         self.home: dict[str, DeviceKey] = dict(schedule.assignment.weights)
         self.name_of = {node: capture.weights.get(name, name) for name, node in self.source.items()}
         self.return_device: fx.Node | None = None
-        self.arriving: dict[tuple[str, DeviceKey], torch.device] = {}
+        self.pending_copies: dict[tuple[str, DeviceKey], torch.device] = {}
         self.branches: dict[str, fx.GraphModule] = {}
         self.streams: dict[DeviceKey, fx.Node] = {}
         self.loaded: dict[tuple[DeviceKey, int], fx.Node] = {}
@@ -96,8 +96,9 @@ class _Lowering:
                 self._call(gradient_added, (added, *self.copies.get(parameter, ())), f"{added.name}_added")
         self._await_copies()
         self._output()
-        for node in self.out.nodes if forward else ():
-            node.meta["backward"] = node not in forward
+        if forward:
+            for node in self.out.nodes:
+                node.meta["backward"] = node not in forward
         self.out.lint()
         return self.out, self.branches
 
@@ -121,7 +122,7 @@ class _Lowering:
     def _instance(self, name: str, key: DeviceKey) -> fx.Node:
         node = self.env.get((name, key))
         if node is not None:
-            return self._await_copy(name, key) if (name, key) in self.arriving else node
+            return self._await_copy(name, key) if (name, key) in self.pending_copies else node
         in_place = self.home.get(name) == DISK and self.devices[key].type == CPU
         if name not in self.graph.weights or (self.home[name] != key and not in_place):
             raise VerificationError(f"lowering needs {name!r} on {key!r}, where the schedule has not put it")
@@ -134,13 +135,13 @@ class _Lowering:
         return node
 
     def _part(self, name: str, key: DeviceKey) -> fx.Node:
-        """Return rows of a weight: a view on the weight's device, else the copy that is kept on ``key``."""
+        """Return rows of a weight: a view on the weight's device, else the copy that resides on ``key``."""
         part = self.graph.weights[name]
         whole = self._instance(part.part_of, self.home[part.part_of])
         if self.home[part.part_of] == key:
             return self._call(torch.narrow, (whole, 0, part.start, part.shape[0]), name)
-        kept = self.out.get_attr(part_attribute(self.graph.parts.index(part)))
-        return self._call("current", (kept, whole), name)
+        copy_of_rows = self.out.get_attr(part_attribute(self.graph.parts.index(part)))
+        return self._call("current", (copy_of_rows, whole), name)
 
     def _move(self, step: Move) -> None:
         node = self._instance(step.value, step.source)
@@ -162,7 +163,7 @@ class _Lowering:
             moved = self._call("to", (node, target), name)
             if source.type == "cuda" and destination.type == CPU:
                 moved.kwargs = {"non_blocking": True}
-                self.arriving[step.value, step.destination] = source
+                self.pending_copies[step.value, step.destination] = source
         moved.meta["move"] = step
         self.env[step.value, step.destination] = moved
         if step.kind == "gradient":
@@ -170,12 +171,12 @@ class _Lowering:
 
     def _await_copy(self, name: str, key: DeviceKey) -> fx.Node:
         """Return the value on the CPU, once its copy is done."""
-        source, node = self.arriving.pop((name, key)), self.env[name, key]
+        source, node = self.pending_copies.pop((name, key)), self.env[name, key]
         self.env[name, key] = self._call(arrived, (node, str(source)), f"{name}_arrived")
         return self.env[name, key]
 
     def _await_copies(self) -> None:
-        for name, key in list(self.arriving):
+        for name, key in list(self.pending_copies):
             self._await_copy(name, key)
 
     def _add_gradient(self, name: str, key: DeviceKey, *, owned: bool) -> None:

@@ -77,7 +77,7 @@ _SAME_METHODS: dict[torch._ops.OpOverload, tuple[str, int]] = {
 _INT_MAX = (1 << 63) - 1
 
 
-def quicken(graph: fx.Graph) -> None:
+def specialize_calls(graph: fx.Graph) -> None:
     """Replace overloads of a lowered graph by faster calls, in place."""
     for node in graph.nodes:
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
@@ -148,12 +148,12 @@ def _to_method(node: fx.Node, name: str, arguments: Sequence[Any]) -> None:
 
 def _narrow(node: fx.Node) -> None:
     """Replace a slice of step one whose bounds lie inside a static size by ``narrow``."""
-    before = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
-    if node.kwargs or not isinstance(before, torch.Tensor):
+    source = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    if node.kwargs or not isinstance(source, torch.Tensor):
         return
-    rest: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
-    dim, start, end, step = rest
-    size = before.shape[dim] if type(dim) is int else None
+    arguments: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim, start, end, step = arguments
+    size = source.shape[dim] if type(dim) is int else None
     if type(size) is not int or step != 1:
         return
     start, end = 0 if start is None else start, size if end in (None, _INT_MAX) else end

@@ -41,27 +41,31 @@ def split_step(graph: fx.Graph, tangents: Sequence[str], results: int) -> tuple[
     outputs = graph.output_node().args[0]
     assert isinstance(outputs, tuple)
     leading, of_inputs = outputs[:results], outputs[results:]
-    after = set(later)
+    backward_nodes = set(later)
     needed = [source for node in later for source in node.all_input_nodes]
     needed += [node for node in of_inputs if isinstance(node, fx.Node)]
     saved = [
         node
         for node in dict.fromkeys(needed)
-        if node not in after and node.op != "get_attr" and node.name not in tangents
+        if node not in backward_nodes and node.op != "get_attr" and node.name not in tangents
     ]
     forward = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        here = not node.meta.get("backward") or (node.op == "get_attr" and _read_before(node, after, leading))
-        if here and node.op != "output" and node.name not in tangents:
+        is_forward = not node.meta.get("backward") or (
+            node.op == "get_attr" and _is_read_by_forward(node, backward_nodes, leading)
+        )
+        if is_forward and node.op != "output" and node.name not in tangents:
             env[node] = forward.node_copy(node, env.__getitem__)
     forward.output((fx.map_arg(leading, env.__getitem__), tuple(env[node] for node in saved)))
     return forward, _backward(graph, later, saved, tangents, of_inputs)
 
 
-def _read_before(attribute: fx.Node, after: set[fx.Node], results: Sequence[object]) -> bool:
+def _is_read_by_forward(attribute: fx.Node, backward_nodes: set[fx.Node], results: Sequence[object]) -> bool:
     """Whether the forward pass reads an attribute."""
-    return attribute in results or any(user not in after and user.op != "output" for user in attribute.users)
+    return attribute in results or any(
+        user not in backward_nodes and user.op != "output" for user in attribute.users
+    )
 
 
 def _backward(

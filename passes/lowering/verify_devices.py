@@ -51,7 +51,7 @@ class _Proof:
         for index, node in enumerate(nodes):
             problem = self._visit(node)
             if problem:
-                lines = [f"{one.format_node()}  # {self.device.get(one, '?')}" for one in nodes]
+                lines = [f"{line.format_node()}  # {self.device.get(line, '?')}" for line in nodes]
                 raise VerificationError(f"{problem}\n{lines_around(lines, index)}")
         expected = sum(1 for move in self.schedule.moves() if move.kind != "writeback")
         if len(self.moved) != expected:
@@ -68,8 +68,8 @@ class _Proof:
     def _visit(self, node: fx.Node) -> str | None:
         if node.op == "placeholder":
             value = self.graph.values.get(node.name)
-            here = self.host if value is None or value.is_tensor else None
-            self.device[node] = self.residence.get(node.name, here)
+            default = self.host if value is None or value.is_tensor else None
+            self.device[node] = self.residence.get(node.name, default)
         elif node.op == "get_attr":
             self.device[node] = self.residence.get(str(node.target))
         elif node.op == "output":
@@ -105,7 +105,7 @@ class _Proof:
                 if self.device[weight] != self.devices[step.source]:
                     return f"{weight} is loaded from {step.source!r}, where it is not"
             self.device[node] = self.devices[step.device]
-        else:  # a wait returns what was loaded, a release nothing
+        else:  # a wait returns the loaded weights, a release nothing
             loaded = self.device[node.all_input_nodes[0]]
             self.device[node] = None if isinstance(step, Release) else loaded
         return None

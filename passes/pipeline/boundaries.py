@@ -28,7 +28,7 @@ class Boundaries:
     """The cuts of a graph.
 
     Attributes:
-        graph: whose order is cut.
+        graph: the graph whose order is cut.
         caches_stay: whether tensors of returned caches stay in their stage, instead of going to the last.
     """
 
@@ -40,7 +40,7 @@ class Boundaries:
         """Operations that every stage runs itself if it needs their outputs."""
         graph, everywhere = self.graph, {*self.graph.weights, *self.graph.inputs}
         results = {*graph.outputs, *graph.values_kept_after_call}
-        # the last stage would return what it holds itself, not what an earlier one wrote
+        # the last stage would return its own tensor, not the one that an earlier stage wrote to
         returned = {name for name in results & graph.values.keys() if graph.root(name) in self._written}
         return frozenset(
             op.name
@@ -68,16 +68,16 @@ class Boundaries:
         A weight is also needed where a recomputed view of it is read, and not where the view is first made.
         Operations that every stage recomputes need nothing by themselves.
         """
-        graph, nothing = self.graph, frozenset[str]()
-        behind = {name: frozenset({name}) for name in graph.weights}  # recomputed value -> weights it is of
+        graph, none = self.graph, frozenset[str]()
+        weights_of = {name: frozenset({name}) for name in graph.weights}  # and of recomputed values
         needed = []
         for operation in graph.operations.values():
-            read = nothing.union(*(behind.get(name, nothing) for name in operation.inputs))
+            read = none.union(*(weights_of.get(name, none) for name in operation.inputs))
             if operation.host_only:
-                read = nothing
+                read = none
             elif operation.name in self.recomputed:
-                behind.update(dict.fromkeys(operation.outputs, read))
-                read = nothing
+                weights_of.update(dict.fromkeys(operation.outputs, read))
+                read = none
             needed.append(read)
         return tuple(needed)
 
@@ -163,14 +163,14 @@ class Boundaries:
         graph, count = self.graph, len(self.graph.operations)
         together = [[graph.position_of[n] for n in names - self.recomputed] for names in graph.together]
         free = np.ones(count + 1, dtype=bool)
-        for places in filter(None, [*together, *self._touched.values()]):
-            free[min(places) + 1 : max(places) + 1] = False
+        for positions in filter(None, [*together, *self._inseparable.values()]):
+            free[min(positions) + 1 : max(positions) + 1] = False
         free[1:-1] &= self.crossing_count[1:-1] > 0
         free[[0, -1]] = True
         return np.flatnonzero(free)
 
     @cached_property
-    def _touched(self) -> dict[str, list[int]]:
+    def _inseparable(self) -> dict[str, list[int]]:
         """Weight or input that is written to -> positions of the operations that one stage must have.
 
         They are those that write it, that read it or a view of it, or a number that was computed from it;
@@ -178,22 +178,22 @@ class Boundaries:
         """
         graph = self.graph
         shared = self._written & {*graph.weights, *graph.inputs}
-        touched: dict[str, list[int]] = {name: [] for name in shared}
+        positions: dict[str, list[int]] = {name: [] for name in shared}
         for position, operation in enumerate(graph.operations.values()):
-            for name in {graph.root(one) for one in operation.inputs} & shared:
+            for name in {graph.root(value) for value in operation.inputs} & shared:
                 if operation.name not in self.recomputed:
-                    touched[name].append(position)
-                elif operation.host_only and name in graph.weights:  # sizes of weights are no operations
-                    last = max(self.last_needed.get(one, -1) for one in operation.outputs)
-                    touched[name].append(min(max(position, last), len(graph.operations) - 1))
+                    positions[name].append(position)
+                elif operation.host_only and name in graph.weights:  # sizes of weights are not operations
+                    last = max(self.last_needed.get(value, -1) for value in operation.outputs)
+                    positions[name].append(min(max(position, last), len(graph.operations) - 1))
         for name in shared.intersection(graph.outputs):
-            touched[name].append(len(graph.operations) - 1)
-        return touched
+            positions[name].append(len(graph.operations) - 1)
+        return positions
 
-    def candidates(self, most: int, progress: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return at most ``most`` allowed cuts: those that few bytes cross, spread over the work.
+    def candidates(self, limit: int, progress: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return at most ``limit`` allowed cuts: those that few bytes cross, spread over the work.
 
         ``progress``: (operations + 1,) share of the work before each position.
         """
         order = np.argsort(self.crossing_bytes[self.allowed[1:-1]], kind="stable")
-        return choose_cuts(self.allowed, order, progress, most)
+        return choose_cuts(self.allowed, order, progress, limit)

@@ -2,7 +2,7 @@
 
 Estimates are cheap and usually a little low: operations run on the fastest device of the machine, weights
 that its accelerators cannot hold are streamed from the host during computation, and each further accelerator
-costs one transfer. The chosen stages are then really placed.
+costs one transfer. The chosen stages are then placed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Estimates:
     """Tables of stretches, by the candidate cuts where they start (rows) and end (columns).
 
     Attributes:
-        boundaries: of the graph.
+        boundaries: boundaries of the graph.
         cuts: candidate positions, both ends included.
         machines: one machine of each class.
-        network: between any two machines.
+        network: the link between any two machines.
         flight: the microbatches in flight.
         exact: (class, start, end) -> seconds of a stretch that was placed; infinite if nothing fits.
         scale: (class, whether weights are streamed) -> correction factor of estimates, by these placements.
-        refused: (class, start, end, microbatches that a training step keeps) of stretches that do not fit;
+        refused: (class, start, end, microbatches that a training step saves) of stretches that do not fit;
             those that contain them, and receive and send as much, do not fit either.
         assumes: whether all that need as many bytes of each kind are taken not to fit. That is usually so,
             but one weight may be too large for a device that holds many small ones.
@@ -63,18 +63,20 @@ class Estimates:
         """Return the costs for each class of machines, exact ones in place of estimates where known."""
         receive, send = self.transfers[:, None], self.transfers[None, :]
         seconds = self.seconds()
-        return StageCosts([here + send for here in seconds], [receive + here + send for here in seconds])
+        return StageCosts(
+            [compute + send for compute in seconds], [receive + compute + send for compute in seconds]
+        )
 
     def seconds(self) -> list[Floats]:
-        """Return for each class of machines (cuts, cuts) seconds of a stretch, without what it sends."""
+        """Return for each class of machines (cuts, cuts) seconds of a stretch, without its sends."""
         tables = [
             table * np.where(streams, self.scale.get((c, True), 1.0), self.scale.get((c, False), 1.0))
             for c, (table, streams) in enumerate(zip(self._compute, self._streams, strict=True))
         ]
         for (c, start, end), value in self.exact.items():
             tables[c][start, end] = value
-        for c, start, end, kept in self.refused:
-            if not kept:
+        for c, start, end, saved in self.refused:
+            if not saved:
                 tables[c][self._as_large(start, end)] = np.inf
         for table in tables:
             table[np.tri(len(self.cuts), dtype=bool)] = np.inf  # empty or backwards
@@ -84,9 +86,9 @@ class Estimates:
         """Scale estimates by the median ratio of placed to estimated seconds."""
         ratios = defaultdict[tuple[int, bool], list[float]](list)
         for (c, *stretch), value in self.exact.items():
-            before = float(self._compute[c][tuple(stretch)])
-            if math.isfinite(value) and before > 0:
-                ratios[c, bool(self._streams[c][tuple(stretch)])].append(value / before)
+            estimate = float(self._compute[c][tuple(stretch)])
+            if math.isfinite(value) and estimate > 0:
+                ratios[c, bool(self._streams[c][tuple(stretch)])].append(value / estimate)
         self.scale.update({key: float(np.median(values)) for key, values in ratios.items()})
 
     @cached_property
@@ -108,20 +110,20 @@ class Estimates:
         times = self.flight.microbatches * self.flight.crossings
         return np.asarray(times * (arriving[:, None] + nbytes[None, :]))
 
-    def fits(self, c: int, after: int) -> NDArray[np.bool_]:
-        """Return (cuts, cuts) whether the activations saved for backward fit, if ``after`` stages follow.
+    def fits(self, c: int, later_stages: int) -> NDArray[np.bool_]:
+        """Return (cuts, cuts) whether the activations saved for backward fit, with so many later stages.
 
         A training step may save less, by an amount that is not estimated: so there a stage is excluded only
         if it, or one no larger, did not fit with as few microbatches.
         """
-        kept = self.flight.kept(after)
+        saved = self.flight.kept(later_stages)
         if self.flight.train:
             fitting = np.ones((len(self.cuts), len(self.cuts)), dtype=bool)
-            for refused_class, start, end, with_kept in self.refused:
-                if refused_class == c and with_kept <= kept:
+            for refused_class, start, end, refused_saved in self.refused:
+                if refused_class == c and refused_saved <= saved:
                     fitting[self._as_large(start, end)] = False
             return fitting
-        return np.asarray(self.needs(kept) <= sum(s.room for s in self.machines[c].computing))
+        return np.asarray(self.needs(saved) <= sum(s.room for s in self.machines[c].computing))
 
     def _as_large(self, start: int, end: int) -> NDArray[np.bool_]:
         """Return (cuts, cuts) whether a stretch contains this one, or needs as many bytes of each kind."""
@@ -134,9 +136,9 @@ class Estimates:
             as_large[:, :end] = False
         return as_large
 
-    def needs(self, kept: int) -> Floats:
-        """Return (cuts, cuts) bytes of weights and activations, if ``kept`` microbatches are saved."""
-        return np.asarray(self.weights + kept * self._saved + self._live)
+    def needs(self, saved: int) -> Floats:
+        """Return (cuts, cuts) bytes of weights, and of activations with ``saved`` microbatches."""
+        return np.asarray(self.weights + saved * self._saved + self._live)
 
     # -- tables ----------------------------------------------------------------------------------------
 
@@ -156,8 +158,8 @@ class Estimates:
                 for reader in readers:
                     read |= (starts <= reader) & (reader < ends)
                 shared += weight.held_bytes * read
-        before = np.concatenate([[0.0], alone.cumsum()])[cuts]
-        return np.asarray(shared + np.maximum(before[None, :] - before[:, None], 0.0))
+        prefix = np.concatenate([[0.0], alone.cumsum()])[cuts]
+        return np.asarray(shared + np.maximum(prefix[None, :] - prefix[:, None], 0.0))
 
     @cached_property
     def live_bytes(self) -> Floats:
@@ -188,11 +190,11 @@ class Estimates:
 
     @cached_property
     def _saved(self) -> Floats:
-        """(cuts, cuts) bytes of all activations of one microbatch: what a backward pass may need."""
+        """(cuts, cuts) bytes of all activations of one microbatch, which a backward pass may need."""
         graph = self.graph
         output_bytes = [sum(graph.values[v].nbytes for v in op.outputs) for op in graph.operations.values()]
-        before = np.concatenate([[0.0], np.cumsum(output_bytes)])[self.cuts]
-        return np.asarray(np.maximum(before[None, :] - before[:, None], 0.0))
+        prefix = np.concatenate([[0.0], np.cumsum(output_bytes)])[self.cuts]
+        return np.asarray(np.maximum(prefix[None, :] - prefix[:, None], 0.0))
 
     @cached_property
     def _compute(self) -> list[Floats]:
@@ -212,30 +214,30 @@ class Estimates:
             host_room = host_room - self.buffers
         need = self.weights + self._live
         fastest = operation_seconds(self.graph, accelerators or [s for s in hosts if s.computes])
-        before = np.concatenate([[0.0], fastest.cumsum()])[self.cuts]
-        seconds = before[None, :] - before[:, None]
+        prefix = np.concatenate([[0.0], fastest.cumsum()])[self.cuts]
+        seconds = prefix[None, :] - prefix[:, None]
         if not accelerators:
             return np.where(need <= host_room, seconds, np.inf)
         room = sum(spec.room for spec in accelerators)
         seconds = seconds + self._moves(machine, accelerators[0])
         if len(accelerators) > 1:
-            most = max(spec.room for spec in accelerators)
+            largest = max(spec.room for spec in accelerators)
             hop = machine.link(accelerators[0].key, accelerators[1].key)
-            further = np.clip(np.ceil(need / max(most, 1)) - 1, 0, len(accelerators) - 1)
+            further = np.clip(np.ceil(need / max(largest, 1)) - 1, 0, len(accelerators) - 1)
             narrowest = float(min(self.boundaries.crossing_bytes[self.cuts][1:-1], default=0))
             seconds = seconds + further * (hop.latency + narrowest / hop.bandwidth)
         excess = np.maximum(0.0, need - room)
         host = next((spec.key for spec in hosts), CPU)
         # each stage on a shared machine has a share of its accelerators, and so streams more
-        beyond = np.minimum(np.maximum(0.0, need - room / self.flight.stages_per_machine), host_room)
-        streamed = beyond / machine.link(host, accelerators[0].key).bandwidth
+        missing = np.minimum(np.maximum(0.0, need - room / self.flight.stages_per_machine), host_room)
+        streamed = missing / machine.link(host, accelerators[0].key).bandwidth
         return np.where(excess <= host_room, np.maximum(seconds, streamed), np.inf)
 
     def _moves(self, machine: Topology, device: DeviceSpec) -> Floats:
         """Return (cuts, cuts) seconds between the host, where the network ends, and an accelerator."""
         host = machine.cpu or CPU
-        there, back = machine.link(host, device.key), machine.link(device.key, host)
-        arrive, leave = (self.boundaries.seconds(link)[self.cuts] for link in (there, back))
+        to_device, to_host = machine.link(host, device.key), machine.link(device.key, host)
+        arrive, leave = (self.boundaries.seconds(link)[self.cuts] for link in (to_device, to_host))
         return arrive[:, None] + leave[None, :]
 
 
@@ -243,5 +245,8 @@ def operation_seconds(graph: Graph, devices: Sequence[DeviceSpec]) -> Floats:
     """Return (operations,) seconds of each operation on the fastest of these devices."""
     operations = graph.operations.values()
     speeds = {repr(Speed.of(spec)): spec for spec in devices}
-    by_speed = [[cost_model.operation_seconds(one, spec) for one in operations] for spec in speeds.values()]
+    by_speed = [
+        [cost_model.operation_seconds(operation, spec) for operation in operations]
+        for spec in speeds.values()
+    ]
     return np.asarray(np.min(by_speed, axis=0))

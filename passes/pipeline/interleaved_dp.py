@@ -25,7 +25,7 @@ Value = tuple[float, float, float]  # excess over a budget, as a share of it; se
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class InterleavedStages:
     """Interleaved stages, in order.
 
     Attributes:
@@ -46,7 +46,7 @@ class InterleavedDP:
             impossible.
         needs: for each stage, (cuts, cuts) bytes of a stretch.
         rooms: bytes of each machine.
-        microbatches: of a batch.
+        microbatches: number of microbatches in a batch.
     """
 
     loads: Sequence[Floats]
@@ -54,7 +54,7 @@ class InterleavedDP:
     rooms: Sequence[float]
     microbatches: int
 
-    def solve(self) -> Turns | None:
+    def solve(self) -> InterleavedStages | None:
         """Return the best cuts found; None if in none each stage by itself fits its machine."""
         cuts = self._evenest()
         if cuts is None:
@@ -67,20 +67,20 @@ class InterleavedDP:
                     value, cuts = new_value, better
                     break
             else:
-                return Turns(tuple(cuts), value[0])
+                return InterleavedStages(tuple(cuts), value[0])
 
     def _evenest(self) -> list[int] | None:
         """Return the cuts with the least sum of squared loads."""
         size = len(self.loads[0])
-        least = np.full(size, np.inf)
-        least[-1] = 0.0
+        best = np.full(size, np.inf)
+        best[-1] = 0.0
         ends = []
         for stage in reversed(range(len(self.loads))):
             fits = self.needs[stage] <= self.rooms[stage % len(self.rooms)]
-            total = np.where(fits, self.loads[stage], np.inf) ** 2 + least
+            total = np.where(fits, self.loads[stage], np.inf) ** 2 + best
             ends.append(total.argmin(1))
-            least = total.min(1)
-        if not np.isfinite(least[0]):
+            best = total.min(1)
+        if not np.isfinite(best[0]):
             return None
         cuts = [0]
         for end in reversed(ends):
@@ -88,24 +88,24 @@ class InterleavedDP:
         return cuts
 
     def _moves(self, cuts: Sequence[int], moved: int) -> NDArray[np.int64]:
-        """Return (variants, cuts) these cuts, and with ``moved`` of them shifted by 1, 2, 4, ... places."""
+        """Return (variants, cuts) these cuts, and with ``moved`` of them shifted by 1, 2, 4, ..."""
         steps = 1 << np.arange(len(self.loads[0]).bit_length())
         directions = np.array(list(product((-1, 1), repeat=moved)))
         shifts = (steps[:, None, None] * directions).reshape(-1, moved)
-        places = np.array(list(combinations(range(1, len(cuts) - 1), moved)), dtype=np.int64)
-        variants = np.tile(np.array(cuts), (len(places) * len(shifts) + 1, 1))
-        if len(places):
+        positions = np.array(list(combinations(range(1, len(cuts) - 1), moved)), dtype=np.int64)
+        variants = np.tile(np.array(cuts), (len(positions) * len(shifts) + 1, 1))
+        if len(positions):
             rows = np.arange(len(variants) - 1)[:, None]
-            variants[rows, np.repeat(places, len(shifts), axis=0)] += np.tile(shifts, (len(places), 1))
+            variants[rows, np.repeat(positions, len(shifts), axis=0)] += np.tile(shifts, (len(positions), 1))
         return np.asarray(variants[(np.diff(variants, axis=1) > 0).all(1)])
 
-    def best_of(self, every: NDArray[np.int64]) -> tuple[Value, list[int]]:
+    def best_of(self, variants: NDArray[np.int64]) -> tuple[Value, list[int]]:
         """Return the least value of (variants, cuts) variants, and its cuts."""
         machines = len(self.rooms)
-        loads, needs = (np.zeros((len(every), machines)) for _ in range(2))
-        largest = np.zeros(len(every))
+        loads, needs = (np.zeros((len(variants), machines)) for _ in range(2))
+        largest = np.zeros(len(variants))
         for stage, (load, need) in enumerate(zip(self.loads, self.needs, strict=True)):
-            span = every[:, stage], every[:, stage + 1]
+            span = variants[:, stage], variants[:, stage + 1]
             loads[:, stage % machines] += load[span]
             needs[:, stage % machines] += need[span]
             largest = np.maximum(largest, load[span])
@@ -113,13 +113,13 @@ class InterleavedDP:
         excess = np.maximum(0.0, fullest - 1.0)
         seconds = self.microbatches * loads.max(1) + (machines - 1) * largest
         squares = (loads**2).sum(1)
-        least = int(np.lexsort((squares, seconds, excess))[0])
-        return (float(excess[least]), float(seconds[least]), float(squares[least])), every[least].tolist()
+        best = int(np.lexsort((squares, seconds, excess))[0])
+        return (float(excess[best]), float(seconds[best]), float(squares[best])), variants[best].tolist()
 
 
-def _is_less(one: Value, other: Value) -> bool:
+def _is_less(value: Value, other: Value) -> bool:
     """Whether the first element that differs by more than rounding is less."""
-    for a, b in zip(one, other, strict=True):
+    for a, b in zip(value, other, strict=True):
         if abs(a - b) > ROUNDING * abs(b):
             return a < b
     return False

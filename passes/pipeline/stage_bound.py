@@ -1,7 +1,7 @@
 """A lower bound on every pipeline of contiguous stages of the order, cut anywhere.
 
-Each operation takes at least its seconds on the fastest device of all machines, each cut at least what its
-tensors take on the network. Let ``P`` be prefix sums of the former and ``x`` the latter.
+Each operation takes at least its seconds on the fastest device of all machines, each cut at least the
+seconds of its tensors on the network. Let ``P`` be prefix sums of the former and ``x`` the latter.
 
 - One microbatch takes at least ``P[end]`` plus, if at least ``k`` machines are needed to hold the weights,
   ``k - 1`` times the least ``x``.
@@ -20,7 +20,7 @@ Interleaved stages share machines, and the second argument does not hold. A batc
 
 Layout operations that are free if their input arrives dense count as free. A weight counts only at its first
 reader, so that shared weights make the bound lower, but never invalid. Views of weights, which every stage
-makes for itself, are no readers: those that read the views are.
+makes for itself, are not readers: the operations that read the views are.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def bound_interleaved(
     boundaries: Boundaries, machines: Sequence[Topology], network: Link, flight: Flight
 ) -> Bound:
     """Return the bound on the seconds of a batch for interleaved stages on these machines."""
-    seconds = bound_turns(
+    seconds = bound_interleaved_batch(
         _fastest(boundaries, machines),
         boundaries.seconds(network)[boundaries.allowed[1:-1]],
         len(machines),
@@ -88,15 +88,17 @@ def bound_interleaved(
     return Bound(seconds, INTERLEAVED)
 
 
-def bound_turns(seconds: Floats, transfer: Floats, machines: int, each: int, microbatches: int) -> float:
-    """Return the bound of :func:`bound_interleaved` from plain figures, with ``each`` stages per machine.
+def bound_interleaved_batch(
+    seconds: Floats, transfer: Floats, machines: int, stages_per_machine: int, microbatches: int
+) -> float:
+    """Return the bound of :func:`bound_interleaved` from plain figures.
 
     ``transfer``: (positions,) seconds of the tensors that cross each allowed cut, both ends excluded.
     """
-    cuts, total = machines * each - 1, float(seconds.sum())
-    least = float(transfer.min(initial=np.inf))
-    mean_busy = microbatches * (total + 2 * cuts * least) / machines
-    longest = total + cuts * least + (microbatches - 1) * float(seconds.max(initial=0.0))
+    cuts, total = machines * stages_per_machine - 1, float(seconds.sum())
+    cheapest_cut = float(transfer.min(initial=np.inf))
+    mean_busy = microbatches * (total + 2 * cuts * cheapest_cut) / machines
+    longest = total + cuts * cheapest_cut + (microbatches - 1) * float(seconds.max(initial=0.0))
     return max(mean_busy, longest)
 
 
@@ -123,43 +125,43 @@ def bound_prefix(
         rooms: bytes of each machine.
         allowed: positions that may be cut, both ends included.
     """
-    before = np.concatenate([[0.0], seconds.cumsum()])[allowed]
+    prefix = np.concatenate([[0.0], seconds.cumsum()])[allowed]
     held = np.concatenate([[0.0], weights.cumsum()])[allowed]
     crossing = transfer[allowed].copy()
     crossing[[0, -1]] = 0.0
-    most = sorted(rooms, reverse=True)
-    needed = int(np.searchsorted(np.cumsum(most), held[-1])) + 1  # machines to hold the weights
-    least = float(crossing[1:-1].min(initial=np.inf)) if needed > 1 else 0.0
-    total = float(before[-1]) + ((needed - 1) * least if np.isfinite(least) else 0.0)
-    first = np.searchsorted(held, held - most[0] * (1 + ROUNDING), side="left")
-    low, high = float(before[-1]) / len(rooms), float(before[-1])
-    if _covers(low, before, crossing, first, len(rooms)):
+    largest = sorted(rooms, reverse=True)
+    needed = int(np.searchsorted(np.cumsum(largest), held[-1])) + 1  # machines to hold the weights
+    cheapest_cut = float(crossing[1:-1].min(initial=np.inf)) if needed > 1 else 0.0
+    total = float(prefix[-1]) + ((needed - 1) * cheapest_cut if np.isfinite(cheapest_cut) else 0.0)
+    first = np.searchsorted(held, held - largest[0] * (1 + ROUNDING), side="left")
+    low, high = float(prefix[-1]) / len(rooms), float(prefix[-1])
+    if _covers(low, prefix, crossing, first, len(rooms)):
         return StageBound(total, low)
     for _ in range(PARAMS.bisections):
         middle = (low + high) / 2
-        if _covers(middle, before, crossing, first, len(rooms)):
+        if _covers(middle, prefix, crossing, first, len(rooms)):
             high = middle
         else:
             low = middle
     return StageBound(total, low)
 
 
-def _covers(limit: float, before: Floats, crossing: Floats, first: NDArray[np.int64], machines: int) -> bool:
+def _covers(limit: float, prefix: Floats, crossing: Floats, first: NDArray[np.int64], machines: int) -> bool:
     """Whether ``machines`` stretches within a limit, each from ``first[end]`` or later, cover the order."""
-    size = len(before)
+    size = len(prefix)
     reached = np.zeros(size, dtype=bool)
     reached[0] = True
     ends = np.arange(size)
     for _ in range(machines):
-        key = np.where(reached, crossing - before, np.inf)
+        key = np.where(reached, crossing - prefix, np.inf)
         # a stretch that starts where it ends is empty, and changes nothing
-        through = _window_minimum(key, first, ends) + before + crossing
-        now = reached | (through <= limit * (1 + ROUNDING))
-        if now[-1]:
+        through = _window_minimum(key, first, ends) + prefix + crossing
+        extended = reached | (through <= limit * (1 + ROUNDING))
+        if extended[-1]:
             return True
-        if (now == reached).all():
+        if (extended == reached).all():
             return False
-        reached = now
+        reached = extended
     return False
 
 
@@ -168,9 +170,9 @@ def _window_minimum(values: Floats, first: NDArray[np.int64], last: NDArray[np.i
     tables = [values]
     while (1 << len(tables)) <= len(values):
         width = 1 << (len(tables) - 1)
-        before = tables[-1]
-        shifted = np.concatenate([before[width:], np.full(width, np.inf)])
-        tables.append(np.minimum(before, shifted))
+        previous = tables[-1]
+        shifted = np.concatenate([previous[width:], np.full(width, np.inf)])
+        tables.append(np.minimum(previous, shifted))
     level = np.floor(np.log2(last - first + 1)).astype(np.int64)
     table = np.stack(tables)
     return np.asarray(np.minimum(table[level, first], table[level, last - (1 << level) + 1]))

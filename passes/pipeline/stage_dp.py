@@ -53,7 +53,7 @@ class Segments:
         cuts: indices of the candidate cuts, from the first to the last; one more than stages.
         classes: the class of the machine of each stage.
         total: seconds of all stages.
-        slowest: load of the busiest.
+        slowest: load of the busiest machine.
     """
 
     cuts: tuple[int, ...]
@@ -76,7 +76,7 @@ class StageDP:
     """Finds the stages of the least objective.
 
     Attributes:
-        costs: of each stretch on each class of machines.
+        costs: costs of each stretch on each class of machines.
         counts: number of machines of each class.
         fits: class, number of later stages -> (cuts, cuts) mask of the stretches that fit; None if that is
             of no account.
@@ -101,10 +101,10 @@ class StageDP:
             return None
         if microbatches == 1:
             return self._more_even(quickest, evenest.slowest)
-        least = self._path(evenest.slowest * (1 + ROUNDING), bottleneck=False)
-        assert least is not None
-        best = min((quickest, least), key=lambda candidate: candidate.seconds(microbatches))
-        spans = [(least.slowest, quickest)]  # pipelines whose slowest stage lies between have no lower total
+        even = self._path(evenest.slowest * (1 + ROUNDING), bottleneck=False)
+        assert even is not None
+        best = min((quickest, even), key=lambda candidate: candidate.seconds(microbatches))
+        spans = [(even.slowest, quickest)]  # pipelines whose slowest stage lies between have no lower total
         for _ in range(PARAMS.limits):
             low, high = spans.pop() if spans else (quickest.slowest, quickest)
             optimistic, middle = high.total + (microbatches - 1) * low, (low + high.slowest) / 2
@@ -113,24 +113,24 @@ class StageDP:
             candidate = self._path(middle, bottleneck=False)
             if candidate is None:
                 continue
-            best = min((best, candidate), key=lambda one: one.seconds(microbatches))
+            best = min((best, candidate), key=lambda path: path.seconds(microbatches))
             spans += [(middle, high), (low, candidate)]
         return best
 
-    def _more_even(self, quickest: Segments, least: float) -> Segments:
-        """Return the most even stages among those that are not more, and as fast by estimate."""
+    def _more_even(self, quickest: Segments, low: float) -> Segments:
+        """Return the most even stages among those that are as few and, by estimate, as fast."""
         best = quickest
-        while least < best.slowest * (1 - PARAMS.tolerance):
-            middle = (least + best.slowest) / 2
-            candidate = self._path(middle, bottleneck=False, most=len(quickest.classes))
+        while low < best.slowest * (1 - PARAMS.tolerance):
+            middle = (low + best.slowest) / 2
+            candidate = self._path(middle, bottleneck=False, max_stages=len(quickest.classes))
             if candidate is not None and candidate.total <= quickest.total * (1 + PARAMS.worth):
                 best = candidate
             else:
-                least = middle
+                low = middle
         return best
 
-    def _path(self, limit: float, *, bottleneck: bool, most: float = np.inf) -> Segments | None:
-        """Return at most ``most`` stages: of least sum with no load above the limit, or of least load."""
+    def _path(self, limit: float, *, bottleneck: bool, max_stages: float = np.inf) -> Segments | None:
+        """Return the stages of least sum with no load above the limit, or of least load."""
         size = len(self.costs.load[0])
         start: State = (0,) * len(self.counts)
         at_end = np.full(size, np.inf)
@@ -142,17 +142,17 @@ class StageDP:
             seconds = np.full(size, np.inf)
             ends, classes = np.full(size, -1), np.full(size, -1)
             for c, used in enumerate(state):
-                before = best.get((*state[:c], used - 1, *state[c + 1 :])) if used else None
-                if before is None or not np.isfinite(before).any():
+                later = best.get((*state[:c], used - 1, *state[c + 1 :])) if used else None
+                if later is None or not np.isfinite(later).any():
                     continue
                 edge = edges(c, sum(state) - 1)
-                through = np.maximum(edge, before) if bottleneck else edge + before
+                through = np.maximum(edge, later) if bottleneck else edge + later
                 end = through.argmin(1)
                 value = through[np.arange(size), end]
                 better = value < seconds
                 seconds[better], ends[better], classes[better] = value[better], end[better], c
             best[state], choice[state] = seconds, (ends, classes)
-        offered = (state for state in self._states[1:] if sum(state) <= most)
+        offered = (state for state in self._states[1:] if sum(state) <= max_stages)
         final = min(offered, key=lambda state: (best[state][0], sum(state)))
         return self._trace(final, choice) if np.isfinite(best[final][0]) else None
 
@@ -161,11 +161,13 @@ class StageDP:
         costs = self.costs.load if bottleneck else self.costs.seconds
         memo: dict[tuple[int, int], Floats] = {}
 
-        def edge(c: int, after: int) -> Floats:
-            key = c, after if self.fits is not None else 0
+        def edge(c: int, later_stages: int) -> Floats:
+            key = c, later_stages if self.fits is not None else 0
             if key not in memo:
-                within = np.where(self.costs.load[c] <= limit, costs[c], np.inf)
-                memo[key] = within if self.fits is None else np.where(self.fits(c, after), within, np.inf)
+                allowed = self.costs.load[c] <= limit
+                if self.fits is not None:
+                    allowed = allowed & self.fits(c, later_stages)
+                memo[key] = np.where(allowed, costs[c], np.inf)
             return memo[key]
 
         return edge

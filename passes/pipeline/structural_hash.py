@@ -51,14 +51,14 @@ def _properties(graph: Graph, name: str, numbers: Callable[[Sequence[str]], tupl
     return v.nbytes, v.copy_bytes, base, v.is_tensor, v.shape, v.dtype, v.stays, name in graph.inputs
 
 
-def renamed(assignment: Assignment, graph: Graph, like: Graph) -> Assignment:
-    """Return the assignment of ``graph`` for ``like``, a graph of the same structure.
+def renamed(assignment: Assignment, graph: Graph, target: Graph) -> Assignment:
+    """Return the assignment of ``graph`` for ``target``, a graph of the same structure.
 
     Raises:
         ValueError: they have different numbers of operations or weights.
     """
-    operations = zip(graph.operations, like.operations, strict=True)
-    weights = zip(graph.weights, like.weights, strict=True)
+    operations = zip(graph.operations, target.operations, strict=True)
+    weights = zip(graph.weights, target.weights, strict=True)
     return Assignment(
         {new: assignment.operations[old] for old, new in operations},
         {new: assignment.weights[old] for old, new in weights},

@@ -67,7 +67,7 @@ class _DiskPlacement:
         problem: the problem.
         mappable: the parameters that can stay on disk; None for all.
         limits: when to stop.
-        settled: weights that an earlier plan has left on disk.
+        on_disk: weights that an earlier plan has left on disk.
         readers: weight -> the operations that read it, also by views.
         free: weights that may leave the CPU for the disk.
         extra: most bytes of both on disk.
@@ -82,14 +82,15 @@ class _DiskPlacement:
     def __post_init__(self) -> None:
         weights, fixed = self.problem.graph.weights, self.problem.fixed_weights
         self.disk, self.cpu = self.problem.topology[DISK], self.problem.topology.cpu
-        self.settled = [name for name, key in fixed.items() if key == DISK and name in weights]
+        self.on_disk = [name for name, key in fixed.items() if key == DISK and name in weights]
         self.free = [name for name in weights if self._may_leave(name)]
         self.readers: dict[str, list[str]] = {}
         for name, operation in self.problem.graph.operations.items():
-            reads = operation.bytes_accessed and not operation.host_only  # a view reads nothing
-            for root in dict.fromkeys(map(self.problem.graph.root, operation.inputs)) if reads else ():
+            if not operation.bytes_accessed or operation.host_only:
+                continue  # a view reads nothing
+            for root in dict.fromkeys(map(self.problem.graph.root, operation.inputs)):
                 self.readers.setdefault(root, []).append(name)
-        sizes = (round_up(weights[name].nbytes) for name in [*self.settled, *self.free])
+        sizes = (round_up(weights[name].nbytes) for name in [*self.on_disk, *self.free])
         self.extra = min(self.disk.room, sum(sizes))
 
     def run(self) -> Solution:
@@ -99,7 +100,7 @@ class _DiskPlacement:
             except InfeasibleError as error:
                 raise self._infeasible(error) from None
         wider = self._widened()
-        in_memory = None if self.settled else self._in_memory_if_it_fits()
+        in_memory = None if self.on_disk else self._in_memory_if_it_fits()
         if in_memory is not None:
             if in_memory.bound.scope is Scope.WITHOUT_OFFLOAD:
                 return in_memory
@@ -134,7 +135,8 @@ class _DiskPlacement:
         if self.cpu is None or not mappable or not wide.topology.accelerators:
             return best  # only the choice of weights on disk is left, which is made
         limits = self.limits.one_of(2)
-        limits = limits if limits.deadline is None else replace(limits, effort=math.inf)
+        if limits.deadline is not None:
+            limits = replace(limits, effort=math.inf)
         effort = limits.work(len(wide.graph.operations), PARAMS.disk_climb)
         return climb_streamed(Arrays(wide), best, effort, mappable=mappable)
 
@@ -153,7 +155,7 @@ class _DiskPlacement:
             bound = replace(bound, proof=bound.proof + _AS_PART)
         else:  # the climb may leave shared weights where nothing runs
             bound = least_seconds(Arrays(wide))
-        return bound.raised(least_disk_seconds(self.problem, self.settled, self.free), _MUST_BE_READ)
+        return bound.raised(least_disk_seconds(self.problem, self.on_disk, self.free), _MUST_BE_READ)
 
     def _with_faster_links(self, wide: Topology) -> Topology:
         """Return the topology with links from the CPU that are no slower than those from the disk."""
@@ -203,13 +205,13 @@ class _DiskPlacement:
             alone = replace(problem, topology=replace(topology, devices=devices))
             return [alone.on(accelerators)]
         larger = _without_disk(topology).with_memory({cpu: topology[cpu].memory + self.extra})
-        fixed = {**problem.fixed_weights, **dict.fromkeys(self.settled, cpu)}
+        fixed = {**problem.fixed_weights, **dict.fromkeys(self.on_disk, cpu)}
         wide = replace(problem, topology=larger, fixed_weights=fixed)
         return [wide, wide.on(accelerators), wide.on(frozenset({cpu}))] if accelerators else [wide]
 
     def _spill(self, assignment: Assignment) -> Evaluation:
         """Move the weights that cost least on disk off the CPU, until its budget is kept."""
-        homes = {**assignment.weights, **dict.fromkeys(self.settled, DISK)}
+        homes = {**assignment.weights, **dict.fromkeys(self.on_disk, DISK)}
         evaluation = evaluate(self.problem, replace(assignment, weights=homes))
         together: dict[tuple[str, ...], list[str]] = {}  # weights of one operation share a copy
         for name in self.free:
@@ -242,12 +244,12 @@ class _DiskPlacement:
         """Return the error of the widened problem in terms of the given budgets."""
         available, needed = self.problem.topology.budgets, self._needed(failure)
         if nearest:
-            least = min(nearest, key=lambda evaluation: sum(evaluation.excess.values()))
-            needed = peaks_or_given(self.problem.topology, least)
+            best = min(nearest, key=lambda evaluation: sum(evaluation.excess.values()))
+            needed = peaks_or_given(self.problem.topology, best)
         if self.limits.advises:
             needed = self._grow_until_placed(needed)
         graph = self.problem.graph
-        what = f"no placement fits, with up to {readable_bytes(self.extra)} of weights left on disk"
+        problem_text = f"no placement fits, with up to {readable_bytes(self.extra)} of weights left on disk"
         hint = f". These budgets suffice: max_memory={needed}" if needed else ""
         parameters = [weight for weight in graph.weights.values() if weight.kind == "parameter"]
         total = sum(weight.nbytes for weight in parameters)
@@ -261,7 +263,7 @@ class _DiskPlacement:
             )
         operation = None if failure is None else failure.operation
         device = None if failure is None else failure.device
-        text = f"{what}; the budgets are {available}{hint}"
+        text = f"{problem_text}; the budgets are {available}{hint}"
         return InfeasibleError(text, needed=needed, available=available, operation=operation, device=device)
 
     def _grow_until_placed(self, needed: Mapping[DeviceKey, int]) -> Mapping[DeviceKey, int]:

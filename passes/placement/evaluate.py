@@ -86,15 +86,15 @@ def _with_fewer_slots(evaluation: Evaluation) -> Evaluation:
 
 
 def evaluate_filled(
-    problem: Problem, assignment: Assignment, unread: Sequence[Weight], most_seconds: float = math.inf
+    problem: Problem, assignment: Assignment, unread: Sequence[Weight], max_seconds: float = math.inf
 ) -> Evaluation:
     """Evaluate an assignment; move unread weights to devices with room if a budget is exceeded.
 
     ``unread``: as :func:`~graphplan.passes.placement.residence.unread_weights` returns them. If the placement
-    takes more than ``most_seconds`` it is returned as it is: no other slots or homes make it faster.
+    takes more than ``max_seconds`` it is returned as it is: no other slots or homes make it faster.
     """
     evaluation = _judge(problem, assignment)
-    if evaluation.seconds > most_seconds:
+    if evaluation.seconds > max_seconds:
         return evaluation
     evaluation = _with_fewer_slots(evaluation)
     if not unread or not evaluation.excess:

@@ -63,8 +63,8 @@ def smallest_budgets(
     if best is None:
         return _everything_on_one(problem)
     peaks = peaks_or_given(problem.topology, best)
-    exactly = replace(problem, topology=problem.topology.with_memory(peaks))
-    suffices = closely and not effort.over and probe(exactly, effort) is not None
+    at_peaks = replace(problem, topology=problem.topology.with_memory(peaks))
+    suffices = closely and not effort.over and probe(at_peaks, effort) is not None
     return Advice(best, peaks if suffices else topology.scaled(high).budgets)
 
 
@@ -72,9 +72,9 @@ def _everything_on_one(problem: Problem) -> Advice | None:
     """Return the placement on one device that exceeds budgets least; it needs no search."""
     unread, keys = unread_weights(problem), [spec.key for spec in problem.topology.computing]
     evaluations = [evaluate_filled(problem, on_one_device(problem, key), unread) for key in keys]
-    possible = [one for one in evaluations if math.isfinite(one.seconds)]
-    least = min(possible, key=lambda one: sum(one.excess.values()), default=None)
-    return None if least is None else Advice(least, peaks_or_given(problem.topology, least))
+    possible = [evaluation for evaluation in evaluations if math.isfinite(evaluation.seconds)]
+    best = min(possible, key=lambda evaluation: sum(evaluation.excess.values()), default=None)
+    return None if best is None else Advice(best, peaks_or_given(problem.topology, best))
 
 
 def peaks_or_given(topology: Topology, best: Evaluation) -> dict[DeviceKey, int]:

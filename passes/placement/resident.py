@@ -52,7 +52,7 @@ class ResidentSearch:
 
     @cached_property
     def proving(self) -> Arrays:
-        """Arrays of the problem itself, unfolded: what a bound must hold for."""
+        """Arrays of the problem itself, unfolded, which bounds must hold for."""
         return Arrays(self.problem) if self.arrays.folded else self.arrays
 
     # -- a first placement ---------------------------------------------------------------------------
@@ -165,8 +165,8 @@ class ResidentSearch:
     def relax(self) -> list[Relaxation]:
         """Raise the bound by Lagrangian relaxations, one for each home of the largest shared weight."""
         if self.effort.late:
-            least = least_seconds(self.arrays)
-            self.bound = self.bound.raised(least.seconds, least.proof)
+            fallback = least_seconds(self.arrays)
+            self.bound = self.bound.raised(fallback.seconds, fallback.proof)
             return []
         target_bound = self.seconds * (1 - PARAMS.sufficient_gap / 2)
         with self.effort.fraction(0.5) as sub_effort:
@@ -206,14 +206,14 @@ class ResidentSearch:
 
     def _enumerate(self, relaxations: list[Relaxation]) -> None:
         """Evaluate all placements whose relaxed seconds are below the incumbent's, if these are few."""
-        most = 1000 * PARAMS.completions
+        max_labels = 1000 * PARAMS.completions
         for relaxation in relaxations:
             frontier = relaxation.frontier
             if self.proven or self.effort.over or relaxation.bound >= self.seconds:
                 continue
-            if 4.0 * most * frontier.devices * len(frontier.steps) > self.effort.total:
+            if 4.0 * max_labels * frontier.devices * len(frontier.steps) > self.effort.total:
                 break
-            result = search_labels(relaxation, most, self.seconds, self.effort, keep_all=True)
+            result = search_labels(relaxation, max_labels, self.seconds, self.effort, keep_all=True)
             exact = result.exact
             for completion in result.completions:
                 if completion.seconds >= self.seconds:
@@ -225,26 +225,26 @@ class ResidentSearch:
         self._raise_bound()
 
     def _raise_bound(self) -> None:
-        least = min(self._proofs, key=lambda relaxation: relaxation.bound, default=None)
-        if least is not None:
-            self.bound = self.bound.raised(least.bound * (1 - ROUNDING), least.proof)
+        lowest = min(self._proofs, key=lambda relaxation: relaxation.bound, default=None)
+        if lowest is not None:
+            self.bound = self.bound.raised(lowest.bound * (1 - ROUNDING), lowest.proof)
 
     def _next_width(self, width: int, relaxations: list[Relaxation]) -> int:
         """Return the width of the next search, within half of the effort; 0 if that gains too little."""
         if not relaxations:
             return 0
-        most = min(max_width(relaxations[0], self.effort.visits / 2 / len(relaxations)), 20_000)
-        least = int(width + 1 if width else PARAMS.first_width / PARAMS.width_growth)
-        if most < least:
-            return 0 if self.devices is not None else least
-        return min(most, int(max(width, PARAMS.first_width) * PARAMS.width_growth))
+        largest = min(max_width(relaxations[0], self.effort.visits / 2 / len(relaxations)), 20_000)
+        smallest = int(width + 1 if width else PARAMS.first_width / PARAMS.width_growth)
+        if largest < smallest:
+            return 0 if self.devices is not None else smallest
+        return min(largest, int(max(width, PARAMS.first_width) * PARAMS.width_growth))
 
     def _search(self, relaxation: Relaxation, width: int) -> bool:
         """Search labels, with margins if peaks exceed a budget; return whether the width dropped none."""
         margin, exact = np.zeros(self.arrays.computing), True
         for attempt in range(1 + PARAMS.retries):
-            below = self.seconds * (1 if attempt else 1 - ROUNDING)
-            result = search_labels(relaxation, width, below, self.effort, margin)
+            incumbent_seconds = self.seconds * (1 if attempt else 1 - ROUNDING)
+            result = search_labels(relaxation, width, incumbent_seconds, self.effort, margin)
             exact &= result.exact
             if not attempt and result.bound > relaxation.bound:
                 relaxation.bound, relaxation.proof = result.bound, _LABELS
@@ -283,10 +283,10 @@ class ResidentSearch:
     def balance(self) -> None:
         """Find more head-room among placements that are slower by at most ``sufficient_gap``."""
         assert self.devices is not None
-        most = self.seconds * (1 + PARAMS.sufficient_gap)
+        max_seconds = self.seconds * (1 + PARAMS.sufficient_gap)
         with self.effort.fraction(PARAMS.local_share) as sub_effort:
             search = LocalSearch(self.arrays, self.devices, sub_effort, self.chosen)
-            search.balance(most)
+            search.balance(max_seconds)
         self.devices, self.chosen, self.seconds = search.devices, search.chosen, search.seconds
 
     # -- the answer ----------------------------------------------------------------------------------

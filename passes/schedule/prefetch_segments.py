@@ -110,18 +110,18 @@ def add_streams(
     streamed: Streamed,
     steps: Sequence[Run | Move],
     backward: int,
-    least: Mapping[DeviceKey, int],
+    existing_bytes: Mapping[DeviceKey, int],
 ) -> tuple[tuple[Step, ...], tuple[PrefetchBuffer, ...]]:
     """Return the steps with loads, waits and releases, and the prefetch buffers that they use.
 
     Args:
-        graph: to schedule.
+        graph: the graph to schedule.
         topology: the devices and links.
         assignment: devices of weights, and slots of prefetch buffers.
         streamed: the weights that devices read from their prefetch buffers.
-        steps: without the copies of streamed weights.
+        steps: the steps without the copies of streamed weights.
         backward: number of steps of the forward pass.
-        least: device -> bytes of an existing prefetch buffer.
+        existing_bytes: device -> bytes of an existing prefetch buffer.
     """
     uses = _find_uses(graph, streamed, steps)
     # inputs move first: they must not queue behind whole segments
@@ -132,11 +132,11 @@ def add_streams(
         clusters = _cluster(uses.get(spec.key, []), backward)
         order.add(clusters)
         spans = _merge_small(order, topology, spec, _group(clusters, order), backward)
-        if not spans and not least.get(spec.key):
+        if not spans and not existing_bytes.get(spec.key):
             continue
         source = order.source(topology, spans)
         _choose_slots(spans, assignment.slots.get(spec.key, _SLOTS))
-        buffer = _prefetch_buffer(graph, spec.key, source, spans, least.get(spec.key, 0))
+        buffer = _prefetch_buffer(graph, spec.key, source, spans, existing_bytes.get(spec.key, 0))
         _place_steps(buffer, spans, order, first_run, backward, extra)
         prefetch_buffers.append(buffer)
     return _interleave(steps, extra), tuple(prefetch_buffers)
@@ -148,17 +148,17 @@ def _find_uses(graph: Graph, streamed: Streamed, steps: Sequence[Run | Move]) ->
     if not streamed.weights:
         return uses
     views: dict[tuple[str, DeviceKey], _Span] = {}
-    placed, producer, touches = streamed.operations, graph.producer, graph.weight_inputs
+    placed, producer, weight_inputs = streamed.operations, graph.producer, graph.weight_inputs
     for index, step in enumerate(steps):
         if isinstance(step, Move):
             if (span := views.get((step.value, step.source))) is not None:
                 span.end = index
             continue
-        touched = touches.get(step.operation)
-        if touched is None:
+        inputs = weight_inputs.get(step.operation)
+        if inputs is None:
             continue
         operation, fresh = graph.operations[step.operation], dict[str, _Span]()
-        for name in touched:
+        for name in inputs:
             maker = producer.get(name) if operation.host_only else None
             device = step.device if maker is None else placed[maker]
             if views and (span := views.get((name, device))) is not None:
@@ -247,29 +247,29 @@ def _offsets(graph: Graph, weights: Iterable[str]) -> list[int]:
     return [*offsets, end]
 
 
-def _choose_slots(spans: Sequence[_Span], wanted: int) -> None:
-    """Give each span a slot: a new one up to ``wanted`` or if none is free, else the longest free."""
+def _choose_slots(spans: Sequence[_Span], count: int) -> None:
+    """Give each span a slot: a new one up to ``count`` or if none is free, else the longest free."""
     busy: list[int] = []  # the step at which each slot is last read
     for span in spans:
         span.slot = min(range(len(busy)), key=busy.__getitem__, default=0)
-        if len(busy) < wanted or busy[span.slot] >= span.start:
+        if len(busy) < count or busy[span.slot] >= span.start:
             span.slot = len(busy)
             busy.append(span.end)
         busy[span.slot] = span.end
 
 
 def _prefetch_buffer(
-    graph: Graph, device: DeviceKey, source: DeviceKey, spans: Sequence[_Span], least: int
+    graph: Graph, device: DeviceKey, source: DeviceKey, spans: Sequence[_Span], min_bytes: int
 ) -> PrefetchBuffer:
     last = {span.slot: index for index, span in enumerate(spans)}
     sizes = [0] * len(last)
     segments = []
     for index, span in enumerate(spans):
         *offsets, nbytes = _offsets(graph, span.weights)
-        before, last[span.slot] = last[span.slot], index
-        segments.append(PrefetchSegment(tuple(span.weights), tuple(offsets), nbytes, span.slot, before))
+        previous, last[span.slot] = last[span.slot], index
+        segments.append(PrefetchSegment(tuple(span.weights), tuple(offsets), nbytes, span.slot, previous))
         sizes[span.slot] = max(sizes[span.slot], round_up(nbytes))
-    return PrefetchBuffer(device, source, tuple(sizes), tuple(segments), max(sum(sizes), least))
+    return PrefetchBuffer(device, source, tuple(sizes), tuple(segments), max(sum(sizes), min_bytes))
 
 
 def _place_steps(

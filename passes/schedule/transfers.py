@@ -3,7 +3,7 @@
 A value is copied to a device right before its first reader there, once; outputs return to the caller's
 device at the end of the forward pass, and gradients go where their parameters reside. Weights that are
 streamed get their steps from :mod:`graphplan.passes.schedule.prefetch_segments`. Before and after, for
-``b`` on device 1 and the rest on device 0::
+``b`` on device 1 and the others on device 0::
 
     a = linear(x, w)             move x: cpu -> 0
     b = relu(a)                  run a on 0
@@ -38,7 +38,7 @@ def build_schedule(
     """Return the schedule of ``assignment`` in the graph's order.
 
     Args:
-        graph: to schedule.
+        graph: the graph to schedule.
         topology: the devices; accelerators may have prefetch buffers.
         assignment: devices of operations and weights.
         host: key or name of the caller's device.
@@ -56,12 +56,12 @@ def build_schedule(
     if returns_to_host:
         for name in graph.outputs:
             if name in writer.home and writer.is_tensor(name):
-                writer.bring(name, host, "output")
+                writer.move(name, host, "output")
     backward = len(writer.steps)
     for operation in operations:
         if operation.backward:
             writer.run(operation)
-            writer.bring_gradients(operation)
+            writer.move_gradients(operation)
     steps, buffers = add_streams(
         graph, topology, assignment, writer.streamed, writer.steps, backward, prefetch_bytes or {}
     )
@@ -86,18 +86,18 @@ class _ScheduleWriter:
         device, home = self.assignment.operations[operation.name], self.home
         for name in self.graph.device_inputs[operation.name]:
             if home[name] != device and (name, device) not in self.copied and not self.streamed(name, device):
-                self.bring(name, device, self._kind(name))
+                self.move(name, device, self._kind(name))
         self.steps.append(self.runs[operation.name, device])
         for name in operation.outputs:
             home[name] = device
 
-    def bring_gradients(self, operation: Operation) -> None:
+    def move_gradients(self, operation: Operation) -> None:
         for name in operation.outputs:
             parameter = self.graph.values[name].gradient_of
             if parameter:
-                self.bring(name, self.assignment.weights[parameter], "gradient")
+                self.move(name, self.assignment.weights[parameter], "gradient")
 
-    def bring(self, name: str, device: DeviceKey, kind: MoveKind) -> None:
+    def move(self, name: str, device: DeviceKey, kind: MoveKind) -> None:
         if self.home[name] == device or (name, device) in self.copied:
             return
         self.copied.add((name, device))

@@ -19,9 +19,9 @@ from graphplan.capture.captured_graph import Capture
 from graphplan.ir.graph import Graph
 from graphplan.passes.training.offload import offloadable
 from graphplan.passes.training.recompute import repeated
-from graphplan.passes.training.segments import ModuleSegment, segment_path, segments_of, spread
+from graphplan.passes.training.segments import ModuleSegment, evenly_spaced, segment_path, segments_of
 
-SavingMode = Literal["selectively", "again", "offloaded"]
+SavingMode = Literal["selectively", "fully", "offloaded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Savings:
     """Paths of the segments that a step recomputes, selectively or as a whole, or offloads."""
 
     selectively: tuple[str, ...] = ()
-    again: tuple[str, ...] = ()
+    fully: tuple[str, ...] = ()
     offloaded: tuple[str, ...] = ()
 
 
@@ -41,23 +41,23 @@ def savings_of(graph: Graph, capture: Capture) -> Savings:
     for operation in operations:
         if operation.repeats:
             repeats.setdefault(segment_path(operation.module_path), set()).add(operation.repeats)
-    selectively, again = list[str](), list[str]()
+    selectively, fully = list[str](), list[str]()
     for segment in segments_of(capture):
         if segment.path in repeats:
             _, some = repeated(segment, selectively=True)
-            part = repeats[segment.path] <= {node.name for node in some}
-            (selectively if part else again).append(segment.path)
-    return Savings(tuple(selectively), tuple(again), tuple(offloaded))
+            is_selective = repeats[segment.path] <= {node.name for node in some}
+            (selectively if is_selective else fully).append(segment.path)
+    return Savings(tuple(selectively), tuple(fully), tuple(offloaded))
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An option of a segment to save less, relative to the segment's item before, if it has one.
+    """An option of a segment to save less, relative to the segment's previous item, if it has one.
 
     Attributes:
-        path: of the segment.
+        path: path of the segment.
         mode: how it saves less.
-        nbytes: freed between the two passes, in addition to that item.
+        nbytes: bytes freed between the two passes, in addition to those of that item.
         seconds: additional time, likewise.
     """
 
@@ -83,8 +83,8 @@ def items_of(
     Source: the multiple-choice knapsack problem (Sinha and Zoltners, 1979).
 
     Args:
-        segments: of a training step.
-        graph: of the same step.
+        segments: segments of a training step.
+        graph: graph of the same step.
         operation_seconds: operation name -> seconds; None if recomputation is not allowed.
         copy_seconds: bytes of a value -> seconds to CPU memory and back; None if offloading is not allowed.
     """
@@ -93,7 +93,7 @@ def items_of(
         options = list[Item]()
         if operation_seconds is not None:
             options.append(_recomputed(segment, graph, operation_seconds, "selectively"))
-            options.append(_recomputed(segment, graph, operation_seconds, "again"))
+            options.append(_recomputed(segment, graph, operation_seconds, "fully"))
         if copy_seconds is not None:
             sizes = [_nbytes(graph, [node]) for node in offloadable(segment)]
             options.append(Item(segment.path, "offloaded", sum(sizes), sum(map(copy_seconds, sizes))))
@@ -104,8 +104,8 @@ def items_of(
 def _in_steps(options: Sequence[Item]) -> Iterator[Item]:
     """Yield steps, each to the option that frees more at the least price; dominated ones are left out."""
     nbytes, seconds = 0, 0.0
-    while more := [one for one in options if one.nbytes > nbytes]:
-        steps = [replace(one, nbytes=one.nbytes - nbytes, seconds=one.seconds - seconds) for one in more]
+    while more := [item for item in options if item.nbytes > nbytes]:
+        steps = [replace(item, nbytes=item.nbytes - nbytes, seconds=item.seconds - seconds) for item in more]
         step = min(steps, key=lambda step: step.price)
         yield step
         nbytes, seconds = nbytes + step.nbytes, seconds + step.seconds
@@ -114,8 +114,8 @@ def _in_steps(options: Sequence[Item]) -> Iterator[Item]:
 def _recomputed(
     segment: ModuleSegment, graph: Graph, seconds: Callable[[str], float], mode: SavingMode
 ) -> Item:
-    saved, again = repeated(segment, selectively=mode == "selectively")
-    names = [node.name for node in segment.nodes if node in again and node.name in graph.operations]
+    saved, recomputed = repeated(segment, selectively=mode == "selectively")
+    names = [node.name for node in segment.nodes if node in recomputed and node.name in graph.operations]
     return Item(segment.path, mode, _nbytes(graph, saved), sum(map(seconds, names)))
 
 
@@ -129,33 +129,33 @@ def cheapest(items: Sequence[Item], count: int) -> Savings:
     """Return the savings of the ``count`` cheapest items; the last step of each segment counts."""
     chosen = set[Item]()
     for group in _by_price(items):
-        chosen.update(spread(group, min(len(group), count - len(chosen))))
+        chosen.update(evenly_spaced(group, min(len(group), count - len(chosen))))
     modes = {item.path: item.mode for item in items if item in chosen}
-    selectively, again, offloaded = (
-        tuple(path for path in modes if modes[path] == mode) for mode in ("selectively", "again", "offloaded")
+    selectively, fully, offloaded = (
+        tuple(path for path in modes if modes[path] == mode) for mode in ("selectively", "fully", "offloaded")
     )
-    return Savings(selectively, again, offloaded)
+    return Savings(selectively, fully, offloaded)
 
 
-def freed(items: Sequence[Item], count: int) -> int:
+def freed_bytes(items: Sequence[Item], count: int) -> int:
     """Return the bytes that the ``count`` cheapest items free."""
-    return sum(item.nbytes for item in ordered(items)[:count])
+    return sum(item.nbytes for item in sorted_by_price(items)[:count])
 
 
-def enough(items: Sequence[Item], nbytes: float) -> int:
+def count_to_free(items: Sequence[Item], nbytes: float) -> int:
     """Return how many of the cheapest items free ``nbytes``; all if these do not suffice."""
-    sums = accumulate((item.nbytes for item in ordered(items)), initial=0)
+    sums = accumulate((item.nbytes for item in sorted_by_price(items)), initial=0)
     return next((count for count, total in enumerate(sums) if total >= nbytes), len(items))
 
 
-def ordered(items: Sequence[Item]) -> list[Item]:
+def sorted_by_price(items: Sequence[Item]) -> list[Item]:
     """Return the items, the cheapest first."""
     return [item for group in _by_price(items) for item in group]
 
 
 def _by_price(items: Sequence[Item]) -> list[list[Item]]:
     """Return groups of equal items of different segments, the cheapest first."""
-    alike: dict[tuple[SavingMode, int, float], list[Item]] = {}
+    groups: dict[tuple[SavingMode, int, float], list[Item]] = {}
     for item in items:
-        alike.setdefault((item.mode, item.nbytes, item.seconds), []).append(item)
-    return sorted(alike.values(), key=lambda group: group[0].price)
+        groups.setdefault((item.mode, item.nbytes, item.seconds), []).append(item)
+    return sorted(groups.values(), key=lambda group: group[0].price)

@@ -5,9 +5,9 @@ the value there and back. Before and after::
 
     mm = mm(x, w)                      mm = mm(x, w)
     silu = silu(mm)                    silu = silu(mm)
-    ...                                kept = keep_on_cpu(mm)           on the CPU
+    ...                                on_cpu = keep_on_cpu(mm)         on the CPU
     f = silu_backward(tangent, mm)     ...
-                                       f = silu_backward(tangent, kept)
+                                       f = silu_backward(tangent, on_cpu)
 
 The backward pass takes views of such values itself.
 """
@@ -44,8 +44,8 @@ def offloadable(segment: ModuleSegment) -> list[fx.Node]:
     """Return the saved values of a segment, views replaced by bases, that may and should wait on the CPU."""
     written, views = written_nodes(segment.nodes), _own_views(segment)
     bases = dict.fromkeys(view_chain(node, views)[-1] for node in saved_nodes(segment))
-    kept = (node for node in bases if node not in written and _nbytes(node) >= _SMALLEST)
-    return [node for node in kept if not any(user.op == "output" for user in node.users)]
+    on_cpu = (node for node in bases if node not in written and _nbytes(node) >= _SMALLEST)
+    return [node for node in on_cpu if not any(user.op == "output" for user in node.users)]
 
 
 def _own_views(segment: ModuleSegment) -> set[fx.Node]:
@@ -58,11 +58,11 @@ def _keep(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
     forward = [user for user in node.users if not user.meta.get("backward") and user.op != "output"]
     last = max(forward, key=order.__getitem__, default=node)
     with graph.inserting_after(last):
-        kept = graph.call_function(keep_on_cpu, (node,))
-    kept.meta = {key: value for key, value in node.meta.items() if key != "repeats"}
-    order[kept] = order[last]
+        on_cpu = graph.call_function(keep_on_cpu, (node,))
+    on_cpu.meta = {key: value for key, value in node.meta.items() if key != "repeats"}
+    order[on_cpu] = order[last]
     for reader in readers:
-        reader.replace_input_with(node, kept)
+        reader.replace_input_with(node, on_cpu)
 
 
 def _nbytes(node: fx.Node) -> int:

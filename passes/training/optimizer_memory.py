@@ -32,11 +32,11 @@ class OptimizerMemory:
     """Bytes that an optimizer keeps and moves for one parameter.
 
     Attributes:
-        state: of each tensor of optimizer state.
-        step: peak beyond the state while parameters of this size are updated one by one.
+        state: bytes of each tensor of optimizer state.
+        step: peak bytes beyond the state while parameters of this size are updated one by one.
         together: this parameter's part of the peak if all are updated at once (``foreach=True``, torch's
             default on GPUs); 0 if the optimizer never does so.
-        traffic: read and written in a step, summed over its operations.
+        traffic: bytes read and written in a step, summed over its operations.
     """
 
     state: tuple[int, ...] = ()
@@ -51,8 +51,8 @@ def optimizer_memory(
     """Return name of each parameter -> its optimizer memory.
 
     Args:
-        parameters: trainable ones.
-        optimizer: that will update them; None for none, or if ``bytes_per_element`` is given.
+        parameters: the trainable parameters.
+        optimizer: the optimizer that will update them; None for none, or if ``bytes_per_element`` is given.
         bytes_per_element: bytes of state for each element, in one tensor, in place of a dry step.
 
     Raises:
@@ -61,10 +61,10 @@ def optimizer_memory(
     measured: dict[tuple[torch.Size, torch.dtype], OptimizerMemory] = {}
     by_name = {}
     for name, tensor in parameters.items():
-        kind = tensor.shape, tensor.dtype
-        if kind not in measured:
-            measured[kind] = _measure(*kind, optimizer, bytes_per_element)
-        by_name[name] = measured[kind]
+        key = tensor.shape, tensor.dtype
+        if key not in measured:
+            measured[key] = _measure(*key, optimizer, bytes_per_element)
+        by_name[name] = measured[key]
     return by_name
 
 
@@ -78,14 +78,14 @@ def _measure(
     if optimizer is None:
         return OptimizerMemory()
     try:
-        kept, step, traffic = _dry_steps(2, shape, dtype, optimizer, foreach=False)
+        state, step, traffic = _dry_steps(2, shape, dtype, optimizer, foreach=False)
         two, three = (_dry_steps(count, shape, dtype, optimizer, foreach=True)[1] for count in (2, 3))
     except Exception as error:  # the optimizer's own code may raise anything
         raise InputError(
             f"optimizer={optimizer!r} does not step on the meta device ({first_line(error)}): give "
             "optimizer_bytes_per_element= instead, the bytes of its state for each element of a parameter"
         ) from error
-    return OptimizerMemory(kept, step, two // 2 if three > two else 0, traffic // 2)
+    return OptimizerMemory(state, step, two // 2 if three > two else 0, traffic // 2)
 
 
 def _dry_steps(
@@ -104,8 +104,8 @@ def _dry_steps(
             group["foreach"] = foreach
     with _NumbersAreOnes():  # type: ignore[no-untyped-call]  # torch's
         stepping.step()
-        kept = _tensors(stepping.state.values())
-        counted = [*parameters, *(p.grad for p in parameters if p.grad is not None), *kept]
+        state = _tensors(stepping.state.values())
+        counted = [*parameters, *(p.grad for p in parameters if p.grad is not None), *state]
         with LiveBytes(counted, _counts) as watch, _Traffic() as traffic:  # type: ignore[no-untyped-call]  # torch's
             stepping.step()
     # a fused optimizer keeps its scalars on the parameter's device, too

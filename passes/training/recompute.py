@@ -11,7 +11,7 @@ segment of ``mm`` and ``silu``::
                                            silu_backward = f(tangent, mm_again)
 
 Random draws, and values that are written to in place, are not recomputed but stay saved. Selective
-recomputation repeats only what needs no matrix product, from values that stay saved (Korthikanti et al.,
+recomputation repeats no matrix products, and starts from values that stay saved (Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models", 2022).
 """
 
@@ -35,8 +35,10 @@ def recompute(
     order = {node: index for index, node in enumerate(capture.graph.nodes)}
     # find all before the first change: copies are readers, which would make more nodes count as saved
     repeats = [(segment, *repeated(segment, selectively=segment.path in selectively)) for segment in segments]
-    for segment, saved, again in repeats:
-        duplicate_for_backward([node for node in segment.nodes if node in again], saved, order, repeats=True)
+    for segment, saved, recomputed in repeats:
+        duplicate_for_backward(
+            [node for node in segment.nodes if node in recomputed], saved, order, repeats=True
+        )
     capture.graph.lint()
 
 
@@ -44,17 +46,19 @@ def repeated(segment: ModuleSegment, *, selectively: bool = False) -> tuple[list
     """Return the nodes that a segment does not save if it is recomputed, and those that are recomputed."""
     saved = saved_nodes(segment)
     able = _cheap(segment, saved) if selectively else segment.repeatable
-    freed = [node for node in saved if node in able and not (selectively and _is_of_kept(node, able))]
+    freed = [node for node in saved if node in able and not (selectively and _views_saved_memory(node, able))]
     return freed, _needed(able, freed, set(saved).difference(freed))
 
 
-def _needed(able: Container[fx.Node], freed: Sequence[fx.Node], kept: Container[fx.Node]) -> set[fx.Node]:
+def _needed(
+    able: Container[fx.Node], freed: Sequence[fx.Node], still_saved: Container[fx.Node]
+) -> set[fx.Node]:
     """Return the nodes to recompute for the values of ``freed``."""
 
-    def again(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        return [node for node in nodes if node in able and node not in kept]
+    def recomputable(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        return [node for node in nodes if node in able and node not in still_saved]
 
-    return set(reached(again(freed), lambda node: again(node.all_input_nodes)))
+    return set(reached(recomputable(freed), lambda node: recomputable(node.all_input_nodes)))
 
 
 def _cheap(segment: ModuleSegment, saved: Sequence[fx.Node]) -> set[fx.Node]:
@@ -73,8 +77,8 @@ def _cheap(segment: ModuleSegment, saved: Sequence[fx.Node]) -> set[fx.Node]:
     return cheap
 
 
-def _is_of_kept(node: fx.Node, able: Container[fx.Node]) -> bool:
-    """Whether a node is a view of memory that stays."""
+def _views_saved_memory(node: fx.Node, able: Container[fx.Node]) -> bool:
+    """Whether a node is a view of memory that stays allocated."""
     while is_view(node) and node.args[0] in able:
         assert isinstance(node.args[0], fx.Node)
         node = node.args[0]

@@ -1,6 +1,6 @@
 """Segments of a training step's forward pass: the layers of a stack, or the model's submodules.
 
-A segment is what is recomputed, or has its saved values moved to CPU memory, as a whole. Its boundaries are
+A segment is recomputed, or has its saved values moved to CPU memory, as a whole. Its boundaries are
 those of a module, as for ``torch.utils.checkpoint`` on every block. Operations outside of submodules are in
 no segment.
 """
@@ -27,8 +27,8 @@ class ModuleSegment:
     """Operations of the forward pass that belong to one module.
 
     Attributes:
-        path: of the module.
-        nodes: in order.
+        path: path of the module.
+        nodes: the operations, in order.
         repeatable: those that can be recomputed: they draw no random numbers, and nothing that they read or
             make is written to. Values that the forward pass reads outside of the segment are excluded: they
             are saved in any case, for the segment that reads them.
@@ -62,10 +62,10 @@ def _repeatable(nodes: list[fx.Node], written: set[fx.Node]) -> Iterator[fx.Node
             yield node
 
 
-def spread(each: Sequence[_T], taken: int) -> list[_T]:
-    """Return ``taken`` of these, evenly spread."""
-    count = len(each)
-    return [one for i, one in enumerate(each) if (i + 1) * taken // count > i * taken // count]
+def evenly_spaced(items: Sequence[_T], count: int) -> list[_T]:
+    """Return ``count`` of these items, evenly spaced."""
+    total = len(items)
+    return [item for i, item in enumerate(items) if (i + 1) * count // total > i * count // total]
 
 
 def saved_nodes(segment: ModuleSegment) -> list[fx.Node]:

@@ -55,7 +55,7 @@ def duplicate_view(view: fx.Node, views: Container[fx.Node], order: dict[fx.Node
 
 
 def view_chain(node: fx.Node, views: Container[fx.Node]) -> list[fx.Node]:
-    """Return the node, what it is a view of, and so on, to the first that is not among ``views``."""
+    """Return the node, its base, the base of that, and so on, to the first not among ``views``."""
     chain = [node]
     while chain[-1] in views:
         base = chain[-1].args[0]
@@ -70,7 +70,7 @@ def duplicate_for_backward(
     """Copy nodes to right before the first backward reader of ``saved``; backward readers use the copies.
 
     Args:
-        nodes: in order.
+        nodes: the nodes to copy, in order.
         saved: those of them that the backward pass reads.
         order: node -> its position in the graph; the copies are added.
         repeats: whether the copies are recomputation, not only views.
@@ -84,7 +84,8 @@ def duplicate_for_backward(
         for node in nodes:
             copy = copied[node] = first.graph.node_copy(node, lambda n: copied.get(n, n))
             copy.meta = {**node.meta, "backward": True, "forward": node.name}
-            copy.meta.update({"repeats": node.name} if repeats else {})
+            if repeats:
+                copy.meta["repeats"] = node.name
             order[copy] = order[first]
     for node in saved:
         for reader in backward_readers(node):  # in order, so that plans are equal in all processes

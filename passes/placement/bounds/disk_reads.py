@@ -1,8 +1,8 @@
 """A bound from the bytes that must be read from disk: a fractional knapsack.
 
-Memory holds no more than its room, so the rest of the weights is on disk. At best it is the weights of which
-least is read, up to a fraction of the last one. Accelerators load them in parallel, each over its own link;
-the CPU reads them on the clock, beside the operations.
+Memory holds no more than its room, so the other weights are on disk. At best these are the weights of which
+the fewest bytes are read, up to a fraction of the last one. Accelerators load them in parallel, each over its
+own link; the CPU reads them on the clock, in addition to the operations.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from graphplan.passes.placement.params import ROUNDING
 from graphplan.passes.placement.problem import Problem
 
 
-def least_disk_seconds(problem: Problem, settled: Sequence[str], free: Sequence[str]) -> float:
+def least_disk_seconds(problem: Problem, on_disk: Sequence[str], free: Sequence[str]) -> float:
     """Return a lower bound on the seconds of all placements.
 
     Args:
-        problem: with a disk.
-        settled: the weights that are on disk in all placements.
+        problem: a problem with a disk.
+        on_disk: the weights that are on disk in all placements.
         free: the weights that may be on disk.
     """
     graph, topology = problem.graph, problem.topology
@@ -34,13 +34,13 @@ def least_disk_seconds(problem: Problem, settled: Sequence[str], free: Sequence[
         return min(nbytes, operations[reader].bytes_accessed) if reader in on_cpu else nbytes
 
     sizes = {name: round_up(weight.nbytes) for name, weight in weights.items()}
-    least = {n: max((read_by(r, n) for r in readers.get(n, ())), default=0) for n in (*settled, *free)}
-    beyond = sum(sizes.values()) - sum(spec.room for spec in topology.computing)
-    beyond -= sum(sizes[name] for name in settled)
-    nbytes = float(sum(least[name] for name in settled))
-    for name in sorted(free, key=lambda name: least[name] / sizes[name]):
-        nbytes += least[name] * min(1.0, max(0, beyond) / sizes[name])
-        beyond -= sizes[name]
+    read_bytes = {n: max((read_by(r, n) for r in readers.get(n, ())), default=0) for n in (*on_disk, *free)}
+    excess = sum(sizes.values()) - sum(spec.room for spec in topology.computing)
+    excess -= sum(sizes[name] for name in on_disk)
+    nbytes = float(sum(read_bytes[name] for name in on_disk))
+    for name in sorted(free, key=lambda name: read_bytes[name] / sizes[name]):
+        nbytes += read_bytes[name] * min(1.0, max(0, excess) / sizes[name])
+        excess -= sizes[name]
 
     loading = sum(topology.link(DISK, spec.key).bandwidth for spec in topology.accelerators)
     arrays = Arrays(problem)
@@ -50,11 +50,11 @@ def least_disk_seconds(problem: Problem, settled: Sequence[str], free: Sequence[
     # an operation that reads on the CPU may also compute more slowly there
     reading = 0.0
     for reader in on_cpu:
-        its = sum(read_by(reader, name) for name in operations[reader].inputs if name in least)
-        if its:
+        nbytes_read = sum(read_by(reader, name) for name in operations[reader].inputs if name in read_bytes)
+        if nbytes_read:
             seconds = arrays.compute[:, arrays.index[reader]]
             slower = float(seconds[~arrays.accelerates].min() - seconds.min())
             link = topology.link(DISK, topology.cpu or CPU)
-            reading = max(reading, its / (slower + its / link.bandwidth))
-    together = loading + reading
-    return (nbytes + fastest * reading) / together * (1 - ROUNDING) if together else fastest
+            reading = max(reading, nbytes_read / (slower + nbytes_read / link.bandwidth))
+    total_bandwidth = loading + reading
+    return (nbytes + fastest * reading) / total_bandwidth * (1 - ROUNDING) if total_bandwidth else fastest

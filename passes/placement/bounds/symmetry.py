@@ -26,18 +26,20 @@ def device_classes(arrays: Arrays) -> list[list[int]]:
     return classes
 
 
-def _exchangeable(arrays: Arrays, one: int, other: int) -> bool:
+def _exchangeable(arrays: Arrays, first: int, second: int) -> bool:
     problem = arrays.problem
-    if _properties(problem, arrays.specs[one]) != _properties(problem, arrays.specs[other]):
+    if _properties(problem, arrays.specs[first]) != _properties(problem, arrays.specs[second]):
         return False
-    if not {problem.host, *problem.fixed_weights.values()}.isdisjoint((arrays.keys[one], arrays.keys[other])):
+    if not {problem.host, *problem.fixed_weights.values()}.isdisjoint(
+        (arrays.keys[first], arrays.keys[second])
+    ):
         return False
     swapped = list(range(len(arrays.keys)))
-    swapped[one], swapped[other] = other, one
+    swapped[first], swapped[second] = second, first
     for table in (arrays.latency, arrays.per_byte):
         if (table[swapped][:, swapped] != table).any():
             return False
-    return bool((arrays.compute[one] == arrays.compute[other]).all())
+    return bool((arrays.compute[first] == arrays.compute[second]).all())
 
 
 def _properties(problem: Problem, spec: DeviceSpec) -> object:

@@ -1,7 +1,7 @@
 """Local search over several forward passes at once: moves of layers' weights and of their readers.
 
 A move places the weights of a layer on another device, alone or in exchange for a layer of that device. In
-each pass the operations that read them go along, or stay and stream them, whichever is faster. A move is kept
+each pass the operations that read them follow, or stay and stream them, whichever is faster. A move is kept
 if it lowers the weighted sum of seconds and every pass keeps the budgets.
 """
 
@@ -61,7 +61,7 @@ class _ExchangeSearch:
         fixed = {name for problem in problems for name in problem.fixed_weights}
         self.layers = _layers(problems[0].graph, fixed)
         followers = [_followers(problem.graph, self.layers) for problem in problems]
-        self.followers = {layer: [each[layer] for each in followers] for layer in self.layers}
+        self.followers = {layer: [by_layer[layer] for by_layer in followers] for layer in self.layers}
         self.immovable = [_immovable_operations(problem.graph) for problem in problems]
         self.seconds = weighted_seconds(self.weights, self.best)
 
@@ -79,11 +79,11 @@ class _ExchangeSearch:
 
     def _moves(self, layer: str, key: DeviceKey) -> Iterator[dict[str, DeviceKey]]:
         """Yield moves of a layer to a device, alone or in exchange for a layer of that device."""
-        before = self._home(layer)
+        home = self._home(layer)
         yield {layer: key}
         for other in self.layers:
             if self._home(other) == key:
-                yield {layer: key, other: before}
+                yield {layer: key, other: home}
 
     def _apply_if_better(self, moved: Mapping[str, DeviceKey]) -> bool:
         evaluations = None if self.effort.over else self._evaluate_move(moved)
@@ -112,11 +112,11 @@ class _ExchangeSearch:
             if best is None:
                 return None
             fastest.append(best)
-        together = evaluate_together(self.problems, [one.assignment for one in fastest])
-        return together if all(one.feasible for one in together) else None
+        together = evaluate_together(self.problems, [evaluation.assignment for evaluation in fastest])
+        return together if all(evaluation.feasible for evaluation in together) else None
 
     def _candidate_devices(self, index: int, moved: Mapping[str, DeviceKey]) -> list[dict[str, DeviceKey]]:
-        """Return trials for a pass: readers go along or stay; the CPU's operations take the freed device."""
+        """Return trials for a pass: readers follow or stay; the CPU's operations take the freed device."""
         stay = dict(self.best[index].assignment.operations)
         follow = dict(stay)
         for layer, key in moved.items():

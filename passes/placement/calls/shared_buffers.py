@@ -22,11 +22,14 @@ from graphplan.passes.placement.problem import Problem
 
 def evaluate_together(problems: Sequence[Problem], assignments: Sequence[Assignment]) -> list[Evaluation]:
     """Return the evaluation of each pass's assignment, each with the largest prefetch buffer of all."""
-    evaluations = [evaluate(problem, one) for problem, one in zip(problems, assignments, strict=True)]
+    pairs = zip(problems, assignments, strict=True)
+    evaluations = [evaluate(problem, assignment) for problem, assignment in pairs]
     sizes = _largest_buffers(evaluations)
     return [
-        one if _has_buffers(one, sizes) else evaluate(_with_prefetch_buffers(problem, sizes), one.assignment)
-        for problem, one in zip(problems, evaluations, strict=True)
+        evaluation
+        if _has_buffers(evaluation, sizes)
+        else evaluate(_with_prefetch_buffers(problem, sizes), evaluation.assignment)
+        for problem, evaluation in zip(problems, evaluations, strict=True)
     ]
 
 
@@ -35,7 +38,7 @@ def fit_together(problems: Sequence[Problem], assignments: Sequence[Assignment])
     evaluations = evaluate_together(problems, assignments)
     while (largest := _largest_slots(evaluations)) is not None:
         call, buffer = largest
-        fewer = [one.assignment for one in evaluations]
+        fewer = [evaluation.assignment for evaluation in evaluations]
         fewer[call] = replace(fewer[call], slots={**fewer[call].slots, buffer.device: len(buffer.slots) - 1})
         evaluations = evaluate_together(problems, fewer)
     return evaluations
@@ -59,12 +62,12 @@ def with_limited_buffers(problem: Problem, others: Sequence[Evaluation]) -> Prob
 
 def _largest_slots(evaluations: Sequence[Evaluation]) -> tuple[int, PrefetchBuffer] | None:
     """Return the pass and buffer with the largest slots on a device over budget, if fewer slots may do."""
-    over = {key for one in evaluations for key in one.excess}
+    over = {key for evaluation in evaluations for key in evaluation.excess}
     prefetch_buffers = [
         (call, buffer)
-        for call, one in enumerate(evaluations)
-        for buffer in one.schedule.prefetch_buffers
-        if buffer.device in over and len(buffer.slots) > _fewest_slots(one, buffer)
+        for call, evaluation in enumerate(evaluations)
+        for buffer in evaluation.schedule.prefetch_buffers
+        if buffer.device in over and len(buffer.slots) > _fewest_slots(evaluation, buffer)
     ]
     return max(prefetch_buffers, key=lambda pair: sum(pair[1].slots), default=None)
 
@@ -78,7 +81,12 @@ def _fewest_slots(evaluation: Evaluation, buffer: PrefetchBuffer) -> int:
 def _largest_buffers(evaluations: Sequence[Evaluation]) -> dict[DeviceKey, int]:
     """Return device -> bytes of the largest buffer's slots among the passes."""
     sizes: dict[DeviceKey, int] = {}
-    for buffer in (buffer for one in evaluations for buffer in one.schedule.prefetch_buffers if buffer.slots):
+    for buffer in (
+        buffer
+        for evaluation in evaluations
+        for buffer in evaluation.schedule.prefetch_buffers
+        if buffer.slots
+    ):
         sizes[buffer.device] = max(sum(buffer.slots), sizes.get(buffer.device, 0))
     return sizes
 

@@ -1,4 +1,4 @@
-"""Coarser macro-operations for streamed searches: light operations are tied to the heavy one beside them.
+"""Coarser macro-operations for streamed searches: light operations are tied to a heavy neighbour.
 
 An operation is heavy if it reads many bytes of weights. The order is cut between every two heavy operations,
 where the fewest bytes cross. A placement of the coarse problem is one of the problem itself. Bounds are of
@@ -30,13 +30,13 @@ def coarsen(arrays: Arrays) -> Problem:
 def _cuts(arrays: Arrays) -> list[int]:
     count, crossing, allowed = arrays.count, arrays.crossing, _allowed(arrays)
     nbytes, longest = bytes_read(arrays), PARAMS.coarse_longest
-    least = PARAMS.negligible * nbytes[nbytes > 0].mean() if nbytes.any() else 0.0
-    heavy = np.flatnonzero(nbytes > least).tolist()
+    threshold = PARAMS.negligible * nbytes[nbytes > 0].mean() if nbytes.any() else 0.0
+    heavy = np.flatnonzero(nbytes > threshold).tolist()
     positions = {0, count}
     runs_on = np.isfinite(arrays.compute)
     positions |= set((np.flatnonzero((runs_on[:, 1:] != runs_on[:, :-1]).any(axis=0)) + 1).tolist())
-    for before, after in pairwise([*heavy, count]):
-        if (position := _lowest(crossing, allowed, before + 1, after)) is not None:
+    for left, right in pairwise([*heavy, count]):
+        if (position := _lowest_crossing(crossing, allowed, left + 1, right)) is not None:
             positions.add(position)
     alone = _placed_alone(arrays, nbytes)
     for index in heavy:
@@ -44,7 +44,9 @@ def _cuts(arrays: Arrays) -> list[int]:
             positions |= {index, index + 1}
     for first, last in pairwise(sorted(positions)):
         while last - first > longest:
-            position = _lowest(crossing, allowed, first + longest // 2, min(first + longest, last - 1))
+            position = _lowest_crossing(
+                crossing, allowed, first + longest // 2, min(first + longest, last - 1)
+            )
             if position is None:
                 break
             positions.add(position)
@@ -52,7 +54,7 @@ def _cuts(arrays: Arrays) -> list[int]:
     return sorted(positions - {0, count})
 
 
-def _lowest(crossing: Floats, allowed: Bools, first: int, last: int) -> int | None:
+def _lowest_crossing(crossing: Floats, allowed: Bools, first: int, last: int) -> int | None:
     positions = first + np.flatnonzero(allowed[first : last + 1])
     return int(positions[crossing[positions].argmin()]) if len(positions) else None
 

@@ -28,34 +28,39 @@ def round_robin(arrays: Arrays, rounds: int) -> Ints:
     devices[on_cpu] = arrays.cpu
     for item in arrays.large_shared:
         readers = list(arrays.readers[item])
-        devices[readers] = devices[readers[-1]]  # the lookup goes with the head that shares its table
+        devices[readers] = devices[readers[-1]]  # the lookup runs with the head that shares its table
     units = np.arange(len(devices))
     pinned = ~np.isfinite(seconds[devices, units])
     devices[pinned] = seconds[:, pinned].argmin(axis=0)
     return devices
 
 
-def _on_cpu(there: Floats, elsewhere: Floats, copying: Floats, copies: float) -> Bools:
+def _on_cpu(cpu_seconds: Floats, accelerator_seconds: Floats, copying: Floats, copies: float) -> Bools:
     """(macro-operations,) whether the CPU computes each: those with the least CPU seconds for their copy.
 
     Args:
-        there: (macro-operations,) seconds on the CPU.
-        elsewhere: (macro-operations,) seconds on an accelerator.
+        cpu_seconds: (macro-operations,) seconds on the CPU.
+        accelerator_seconds: (macro-operations,) seconds on an accelerator.
         copying: (macro-operations,) seconds to copy their weights over all links.
         copies: seconds to copy the weights that accelerators cannot hold.
     """
-    on_cpu, busy = np.zeros(len(there), dtype=bool), elsewhere[np.isfinite(elsewhere)].sum()
-    able = np.flatnonzero((there > 0) & np.isfinite(there) & (copying > 0))  # a view goes with its reader
-    for unit in able[np.argsort(there[able] / copying[able])].tolist():
-        longer = there[unit] - min(elsewhere[unit], there[unit])
-        if busy * longer < copies * copying[unit]:  # lowers busy**2 + copies**2: the two overlap in part
+    on_cpu, busy = (
+        np.zeros(len(cpu_seconds), dtype=bool),
+        accelerator_seconds[np.isfinite(accelerator_seconds)].sum(),
+    )
+    allowed = np.flatnonzero(
+        (cpu_seconds > 0) & np.isfinite(cpu_seconds) & (copying > 0)
+    )  # a view runs with its reader
+    for unit in allowed[np.argsort(cpu_seconds[allowed] / copying[allowed])].tolist():
+        extra = cpu_seconds[unit] - min(accelerator_seconds[unit], cpu_seconds[unit])
+        if busy * extra < copies * copying[unit]:  # lowers busy**2 + copies**2: the two overlap in part
             on_cpu[unit] = True
-            busy, copies = busy + longer, max(0.0, copies - copying[unit])
+            busy, copies = busy + extra, max(0.0, copies - copying[unit])
     return on_cpu
 
 
 def _deficit_round_robin(nbytes: Floats, quantum: Floats) -> Ints:
-    """(macro-operations,) whose turn it is, from the last on: heads of language models are the largest.
+    """(macro-operations,) the participant of each, from the last on: heads of language models are largest.
 
     Args:
         nbytes: (macro-operations,) bytes of each.

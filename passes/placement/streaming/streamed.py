@@ -3,7 +3,7 @@
 A configuration fixes the prefetch buffers of each accelerator and the home of the largest shared weight. The
 Lagrangian relaxation gives a lower bound for each configuration, and they are searched in that order. The
 search is a beam of labels with a clock for every copy queue. The evaluator judges its completions; where they
-exceed a budget, the beam runs again with more memory reserved.
+exceed a budget, the beam is rerun with more memory reserved.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class StreamedSearch:
         guide: frontier of these arrays, to read weights from; it gives no bound.
         coarse: arrays of the coarser problem, which the beams search.
         slot_sizes: sizes of prefetch slots to try, the largest first.
-        activation_needs: frontier, slots and their bytes -> (devices,) bytes that exact peaks need beside
-            weights.
+        activation_needs: frontier, slots and their bytes -> (devices,) bytes that exact peaks need in
+            addition to weights.
     """
 
     problem: Problem
@@ -119,13 +119,13 @@ class StreamedSearch:
             return bool(arrays.weight_bytes[fill].sum() < deficit)
 
         for size in sorted(self.slot_sizes, key=is_filled_by_few):
-            before = self.seconds
+            earlier = self.seconds
             for rounds in _ROUNDS if len(accelerators) > 1 else (1,):
                 if self.effort.over:
                     return
                 devices = self.coarse.expand(round_robin(self.coarse, rounds))
                 self._stream_excess(dict.fromkeys(accelerators, 0.0), devices, size)
-            if self.best is not None and self.seconds == before:
+            if self.best is not None and self.seconds == earlier:
                 return
 
     def find_first_placement(self, warm_start: Assignment | None = None) -> bool:
@@ -326,9 +326,9 @@ class StreamedSearch:
                 yield relaxation
 
     def _buffers(self, frontier: Frontier, slots: int, nbytes: float) -> Buffers | None:
-        """Return prefetch buffers on each accelerator that holds them beside the least needy operation.
+        """Return prefetch buffers on each accelerator that has room for them and the least needy operation.
 
-        Room for the neediest is reserved where there is enough. None if no accelerator streams.
+        Room for the neediest one is reserved where possible. None if no accelerator streams.
         """
         keys, count = self.arrays.keys, frontier.devices
         needs = np.array([step.needs for step in frontier.steps if step.variable < frontier.units])
@@ -345,7 +345,7 @@ class StreamedSearch:
 
         Where exact peaks exceed a budget, more is reserved for activations, and prices are recomputed.
         """
-        before, requested = self.seconds, relaxation.reserved.activation_bytes
+        earlier, requested = self.seconds, relaxation.reserved.activation_bytes
         configuration = relaxation.frontier, relaxation.reserved.key
         needed = np.maximum(self.activation_needs.get(configuration, requested), requested)
         if (needed > requested).any():
@@ -368,7 +368,7 @@ class StreamedSearch:
                 needed[d] += over + max(0.0, float(result.completions[0].spare[d]))
             self.activation_needs[configuration] = needed
             relaxation = _reserving(relaxation, needed, effort)
-        return relaxation if self.seconds < before else None
+        return relaxation if self.seconds < earlier else None
 
     def _judge(self, relaxation: Relaxation, completion: Completion) -> Evaluation:
         """Evaluate a completion of the coarse problem as a placement of the problem."""
@@ -451,8 +451,8 @@ def prove_streamed(arrays: Arrays, incumbent_seconds: float, effort: Effort) -> 
     further.
     """
     if effort.late:
-        least = least_seconds(arrays)
-        return Bound().raised(least.seconds, least.proof)
+        fallback = least_seconds(arrays)
+        return Bound().raised(fallback.seconds, fallback.proof)
     with effort.fraction(0.1) as sub_effort:
         proven = bound_by_classes(arrays, incumbent_seconds, sub_effort, streaming=True)
     bound = Bound().raised(proven, BY_CLASSES)

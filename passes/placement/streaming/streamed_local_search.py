@@ -3,7 +3,7 @@
 Moves are the smallest there are: one slot more or fewer, one weight resident or streamed, two weights
 exchanged, one macro-operation on another device, another home for a shared weight; with a disk, one weight
 from the CPU to disk or back. Where none helps, the incumbent is perturbed (some operations move at random)
-and climbed from again, until that has not helped for some time (Lourenço, Martin and Stützle, "Iterated
+and climbed from, until restarts have not helped for some time (Lourenço, Martin and Stützle, "Iterated
 local search", 2003).
 """
 
@@ -22,19 +22,19 @@ from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
 from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
 
-def _is_better(one: Evaluation, other: Evaluation) -> bool:
-    """Whether a placement is better: fewer bytes over the budgets, then seconds, then streamed bytes."""
-    if one.seconds > _most_seconds(other):
+def _is_better(new: Evaluation, old: Evaluation) -> bool:
+    """Whether a new placement is better: fewer bytes over the budgets, then seconds, then streamed bytes."""
+    if new.seconds > _seconds_to_beat(old):
         return False  # decided without measuring memory
-    over, least = sum(one.excess.values()), sum(other.excess.values())
-    if over != least:
-        return over < least
-    if abs(one.seconds - other.seconds) > ROUNDING * other.seconds:
-        return one.seconds < other.seconds
-    return _streamed_bytes(one) < _streamed_bytes(other)
+    new_excess, old_excess = sum(new.excess.values()), sum(old.excess.values())
+    if new_excess != old_excess:
+        return new_excess < old_excess
+    if abs(new.seconds - old.seconds) > ROUNDING * old.seconds:
+        return new.seconds < old.seconds
+    return _streamed_bytes(new) < _streamed_bytes(old)
 
 
-def _most_seconds(evaluation: Evaluation) -> float:
+def _seconds_to_beat(evaluation: Evaluation) -> float:
     """Return the seconds that no better placement exceeds; infinite if this one exceeds a budget."""
     return math.inf if evaluation.excess else evaluation.seconds * (1 + ROUNDING)
 
@@ -71,25 +71,25 @@ class _Climb:
         assert self.frontier.cpu is not None
         self.cpu = arrays.keys[self.frontier.cpu]
         names, streamable = arrays.names, self.frontier.is_streamable
-        self.own = [[names[i] for i in own] for own in self.frontier.unit_weights]
+        self.own_weights = [[names[i] for i in own] for own in self.frontier.unit_weights]
         self.movable = [[names[i] for i in own if streamable(i)] for own in self.frontier.unit_weights]
         self.streamable: dict[str, Sequence[int]] = {
             name: (unit,) for unit, own in enumerate(self.movable) for name in own
         }
         self.streamable |= {names[i]: self.frontier.readers[i] for i in self.frontier.shared if streamable(i)}
         self.members = [[arrays.operations[i].name for i in unit] for unit in arrays.units]
-        self._kinds = [self._slots, self._residences, self._devices, self._homes, self._exchanges]
+        self._neighbourhoods = [self._slots, self._residences, self._devices, self._homes, self._exchanges]
         if mappable:
-            self._kinds.insert(0, self._memories)
+            self._neighbourhoods.insert(0, self._memories)
 
     def run(self, bound: float) -> Evaluation:
         draw = random.Random(0)
-        idle, most = 0, PARAMS.restarts * self.effort.total / PARAMS.visits(self.arrays.count)
+        idle, max_idle = 0, PARAMS.restarts * self.effort.total / PARAMS.visits(self.arrays.count)
         self._climb()
-        best, enough = self.now, bound / (1 - PARAMS.sufficient_gap)
-        while idle < most and not self.effort.over and _most_seconds(best) > enough:
+        best, target_seconds = self.now, bound / (1 - PARAMS.sufficient_gap)
+        while idle < max_idle and not self.effort.over and _seconds_to_beat(best) > target_seconds:
             self.now = best
-            self.now = self._evaluate(self._elsewhere(draw))
+            self.now = self._evaluate(self._perturbed(draw))
             self._climb(draw)
             idle += 1
             if _is_better(self.now, best):
@@ -101,26 +101,29 @@ class _Climb:
         improved = True
         while improved:
             improved = False
-            for moves in self._kinds:
+            for moves in self._neighbourhoods:
                 for move in moves() if draw is None else _shuffled(moves(), draw):
                     if self.effort.over:
                         return
-                    evaluation = self._evaluate(move, _most_seconds(self.now))
+                    evaluation = self._evaluate(move, _seconds_to_beat(self.now))
                     if _is_better(evaluation, self.now):
                         self.now, improved = evaluation, True
 
-    def _evaluate(self, change: Assignment, most_seconds: float = math.inf) -> Evaluation:
+    def _evaluate(self, change: Assignment, max_seconds: float = math.inf) -> Evaluation:
         self.effort.charge(3000.0 + 200.0 * self.arrays.count)
         changed = _changed(self.now.assignment, change)
-        return evaluate_filled(self.problem, changed, self.unread, most_seconds)
+        return evaluate_filled(self.problem, changed, self.unread, max_seconds)
 
-    def _elsewhere(self, draw: random.Random) -> Assignment:
-        """Return a perturbed assignment: once or twice a run moves to a device, which streams weights."""
+    def _perturbed(self, draw: random.Random) -> Assignment:
+        """Return a perturbed assignment: once or twice, a run of operations moves to a random device.
+
+        The device then streams some of its weights.
+        """
         perturbed = self.now.assignment
         for _ in range(draw.randint(1, 2)):
             d = draw.randrange(self.arrays.computing)
             key = self.arrays.keys[d]
-            units = [unit for unit in self._some_units(draw) if self.frontier.clock[d, unit] < float("inf")]
+            units = [unit for unit in self._random_run(draw) if self.frontier.clock[d, unit] < float("inf")]
             perturbed = _changed(perturbed, self._moved(units, key))
             if self.arrays.accelerates[d]:
                 share, operations = draw.random(), perturbed.operations
@@ -129,14 +132,14 @@ class _Climb:
                     for name, units in self.streamable.items()
                     if any(operations[self.members[unit][0]] == key for unit in units)
                 ]
-                streamed = {name: self._away(name)[-1] for name in read if draw.random() < share}
+                streamed = {name: self._streaming_homes(name)[-1] for name in read if draw.random() < share}
                 perturbed = _changed(perturbed, Assignment({}, streamed, {key: draw.choice((1, 2))}))
             else:
-                moved = [name for unit in units for name in self.own[unit] if name in self.mappable]
+                moved = [name for unit in units for name in self.own_weights[unit] if name in self.mappable]
                 perturbed = _changed(perturbed, Assignment({}, dict.fromkeys(moved, DISK)))
         return perturbed
 
-    def _some_units(self, draw: random.Random) -> Sequence[int]:
+    def _random_run(self, draw: random.Random) -> Sequence[int]:
         """Return a random run of macro-operations, or the readers of a shared weight."""
         count, shared = len(self.members), self.frontier.shared
         start = draw.randrange(count + len(shared))
@@ -149,20 +152,20 @@ class _Climb:
 
     def _moved(self, units: Iterable[int], key: DeviceKey) -> Assignment:
         operations = {name: key for unit in units for name in self.members[unit]}
-        return Assignment(operations, {name: key for unit in units for name in self.own[unit]})
+        return Assignment(operations, {name: key for unit in units for name in self.own_weights[unit]})
 
     def _slots(self) -> Iterator[Assignment]:
         for buffer in self.now.schedule.prefetch_buffers:
             count = len(buffer.slots)
-            for other in (count + 1, count - 1):
-                if 0 < other <= len(buffer.segments):
-                    yield Assignment({}, {}, {buffer.device: other})
+            for slots in (count + 1, count - 1):
+                if 0 < slots <= len(buffer.segments):
+                    yield Assignment({}, {}, {buffer.device: slots})
 
     def _residences(self) -> Iterator[Assignment]:
         """Yield moves of streamed weights to where they are read, the largest first."""
-        streamed = [(unit, name) for unit, names in enumerate(self.movable) for name in names]
-        away = [(unit, name) for unit, name in streamed if self._home(name) in (self.cpu, DISK)]
-        streamed = [(unit, name) for unit, name in away if self._device(unit) != self.cpu]
+        movable = [(unit, name) for unit, names in enumerate(self.movable) for name in names]
+        in_memory = [(unit, name) for unit, name in movable if self._home(name) in (self.cpu, DISK)]
+        streamed = [(unit, name) for unit, name in in_memory if self._device(unit) != self.cpu]
         for unit, name in sorted(streamed, key=lambda pair: -self._nbytes(pair[1])):
             yield Assignment({}, {name: self._device(unit)})
 
@@ -172,11 +175,11 @@ class _Climb:
         for device, name in movable:
             if self._home(name) != device or device == self.cpu:
                 continue
-            for away in self._away(name):
-                yield Assignment({}, {name: away})
+            for home in self._streaming_homes(name):
+                yield Assignment({}, {name: home})
             for other_device, other in movable:
-                if other_device == device and (away := self._home(other)) in self._away(name):
-                    yield Assignment({}, {name: away, other: device})
+                if other_device == device and (home := self._home(other)) in self._streaming_homes(name):
+                    yield Assignment({}, {name: home, other: device})
 
     def _memories(self) -> Iterator[Assignment]:
         """Yield moves of weights from the CPU to disk or back, alone or in exchange for another."""
@@ -201,7 +204,7 @@ class _Climb:
                 if self.arrays.accelerates[d] and self.movable[unit]:
                     streamed = dict.fromkeys(self.movable[unit], self.cpu)
                     yield replace(move, weights={**move.weights, **streamed})
-                if on_disk := [name for name in self.own[unit] if name in self.mappable]:
+                if on_disk := [name for name in self.own_weights[unit] if name in self.mappable]:
                     yield replace(move, weights={**move.weights, **dict.fromkeys(on_disk, DISK)})
 
     def _homes(self) -> Iterator[Assignment]:
@@ -209,12 +212,15 @@ class _Climb:
         for item in self.frontier.shared:
             name = self.arrays.names[item]
             keys = dict.fromkeys(self._device(unit) for unit in self.frontier.readers[item])
-            for key in [*keys, *(self._away(name) if self.frontier.is_streamable(item) else [])]:
+            homes = [*keys]
+            if self.frontier.is_streamable(item):
+                homes += self._streaming_homes(name)
+            for key in homes:
                 if key != self._home(name):
                     yield Assignment({}, {name: key})
 
-    def _away(self, name: str) -> list[DeviceKey]:
-        """Return where a streamed weight may reside."""
+    def _streaming_homes(self, name: str) -> list[DeviceKey]:
+        """Return the devices where a weight may reside while it is streamed."""
         return [self.cpu, DISK] if name in self.mappable else [self.cpu]
 
     def _device(self, unit: int) -> DeviceKey:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphplan
-from graphplan.passes.lowering.specialize_calls import BUILTINS, METHODS, quicken
+from graphplan.passes.lowering.specialize_calls import BUILTINS, METHODS, specialize_calls
 
 aten = torch.ops.aten
 A, B = torch.rand(2, 3, 4) + 0.1, torch.rand(2, 3, 4) + 0.1
@@ -128,7 +128,7 @@ def graph_of(target: Any, sample: tuple[Any, ...]) -> tuple[fx.GraphModule, list
 
     args = pytree.tree_map(place, tuple(a for a in sample if not isinstance(a, dict)))
     graph.output(graph.call_function(target, args, kwargs))
-    quicken(graph)
+    specialize_calls(graph)
     return fx.GraphModule(nn.Module(), graph), tensors
 
 
@@ -206,5 +206,5 @@ def test_a_number_first_is_left() -> None:
     size = graph.placeholder("size")
     size.meta["val"] = 3
     graph.output(graph.call_function(aten.add.Tensor, (size, 1)))
-    quicken(graph)
+    specialize_calls(graph)
     assert any(node.target is aten.add.Tensor for node in graph.nodes)

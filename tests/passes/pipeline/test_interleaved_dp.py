@@ -9,7 +9,7 @@ import pytest
 
 from graphplan.ir.cluster.pipeline_order import StageSeconds, batch_seconds, pipeline_order
 from graphplan.passes.pipeline.interleaved_dp import InterleavedDP
-from graphplan.passes.pipeline.stage_bound import bound_turns
+from graphplan.passes.pipeline.stage_bound import bound_interleaved_batch
 
 SIZE, MACHINES, STAGES = 11, 2, 4
 
@@ -54,7 +54,7 @@ def test_the_bound_is_below_every_batch(seed: int, trains: bool) -> None:
     count = machines * int(rng.integers(1, 4))
     work = rng.random(14) * np.where(rng.random(14) < 0.1, 20, 1)
     crossing = rng.random(15) * 0.2
-    bound = bound_turns(work, crossing[1:-1], machines, each, count)
+    bound = bound_interleaved_batch(work, crossing[1:-1], machines, each, count)
     for _ in range(20):
         inner = np.sort(rng.choice(np.arange(1, 14), machines * each - 1, replace=False))
         cuts = [0, *inner.tolist(), 14]

@@ -7,31 +7,39 @@ from torch import fx
 
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value
-from graphplan.passes.training.knapsack import Item, Savings, cheapest, enough, freed, items_of
+from graphplan.passes.training.knapsack import Item, Savings, cheapest, count_to_free, freed_bytes, items_of
 from graphplan.passes.training.segments import ModuleSegment
 
-CHEAP = [Item(f"layers.{i}", "again", 100, 1.0) for i in range(4)]
+CHEAP = [Item(f"layers.{i}", "fully", 100, 1.0) for i in range(4)]
 DEAR = Item("head", "offloaded", 100, 9.0)
 
 
 def test_the_cheapest_bytes_are_freed_first_and_equal_segments_evenly() -> None:
     items = [DEAR, *CHEAP]
     assert cheapest(items, 0) == Savings()
-    assert cheapest(items, 2) == Savings(again=("layers.1", "layers.3"))
-    assert cheapest(items, 4) == Savings(again=tuple(item.path for item in CHEAP))
-    assert cheapest(items, 5) == Savings(again=tuple(item.path for item in CHEAP), offloaded=("head",))
+    assert cheapest(items, 2) == Savings(fully=("layers.1", "layers.3"))
+    assert cheapest(items, 4) == Savings(fully=tuple(item.path for item in CHEAP))
+    assert cheapest(items, 5) == Savings(fully=tuple(item.path for item in CHEAP), offloaded=("head",))
 
 
 def test_of_steps_of_one_price_the_last_counts() -> None:
     """Rounding may put the later of two steps first."""
-    items = [Item("layer", "selectively", 100, 1.0 + 1e-12), Item("layer", "again", 100, 1.0)]
-    assert cheapest(items, 2) == Savings(again=("layer",))
+    items = [Item("layer", "selectively", 100, 1.0 + 1e-12), Item("layer", "fully", 100, 1.0)]
+    assert cheapest(items, 2) == Savings(fully=("layer",))
 
 
 def test_enough_segments_free_the_bytes_that_are_asked_for() -> None:
     items = [DEAR, *CHEAP]
-    assert [enough(items, nbytes) for nbytes in (-1, 0, 1, 100, 101, 500, 501)] == [0, 0, 1, 1, 2, 5, 5]
-    assert [freed(items, count) for count in range(6)] == [0, 100, 200, 300, 400, 500]
+    assert [count_to_free(items, nbytes) for nbytes in (-1, 0, 1, 100, 101, 500, 501)] == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        5,
+        5,
+    ]
+    assert [freed_bytes(items, count) for count in range(6)] == [0, 100, 200, 300, 400, 500]
 
 
 def test_equal_segments_take_equally_long() -> None:
