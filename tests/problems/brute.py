@@ -1,4 +1,4 @@
-"""Every placement of a graph of a dozen operations, tried without the solver, in two ways.
+"""All placements of a graph of a dozen operations, enumerated without the solver, in two ways.
 
 ``Space`` lists all placements of any problem and judges them by the evaluator alone. ``Brute`` is for larger
 plain graphs. All prefixes of placements are kept side by side in arrays, one row each, and grown by one
@@ -189,7 +189,7 @@ class Brute:
     def _bring(
         self, rows: Rows, name: str, missing: npt.NDArray[np.bool_], device: int, arrived: Floats
     ) -> None:
-        """A weight from another accelerator on the clock, one from the CPU beside it."""
+        """Copies of weights: from another accelerator on the clock, from the CPU on the copy queue."""
         topology, nbytes = self.problem.topology, self.problem.graph.weights[name].nbytes
         home = rows.home[:, self.weights.index(name)]
         for source, key in enumerate(self.keys):
@@ -206,7 +206,7 @@ class Brute:
                 rows.clock[here] += link.seconds(nbytes)
 
     def _finish(self, rows: Rows, limit: float) -> Rows:
-        """Outputs go back; unless anywhere will do, a weight lives where a reader runs, or on the CPU."""
+        """Outputs return; a weight resides with a reader or on the CPU, unless it may reside anywhere."""
         host = self.problem.host
         for name in self.problem.graph.outputs if self.problem.returns_to_host else ():
             seconds = self._move_seconds(rows, name, host)
@@ -289,7 +289,7 @@ class Space:
         return tuple(key for key in self.keys if key in rule)
 
     def homes(self, name: str, operations: Mapping[str, DeviceKey]) -> tuple[DeviceKey, ...]:
-        """Where a weight may live when operations run there."""
+        """The devices where a weight may reside with these operations."""
         graph, keys = self.problem.graph, self.keys
         readers = dict.fromkeys(operations[reader] for reader in graph.readers.get(name, ()))
         if name in self.problem.fixed_weights:
@@ -390,7 +390,7 @@ class Space:
     def _rooms(
         self, operations: Mapping[str, DeviceKey], weights: Mapping[str, DeviceKey]
     ) -> dict[DeviceKey, int]:
-        """What is left of each budget beside weights that live there, as far as their homes are settled."""
+        """The free bytes of each budget, given the weights whose homes are decided."""
         rooms = {spec.key: spec.room for spec in self.problem.topology.devices}
         for name, weight in self.problem.graph.weights.items():
             homes = (weights[name],) if weights else self.homes(name, operations)
@@ -399,7 +399,7 @@ class Space:
         return rooms
 
     def _without_weights(self, found: Evaluation) -> float:
-        """Seconds of the same operations wherever the weights live, at least."""
+        """Least seconds of the same operations over all homes of weights."""
         clocks = {spec.key: self.problem.clock(spec) for spec in self.problem.topology.devices}
         runs = sum(clocks[run.device][run.operation] for run in found.schedule.runs())
         kinds = ("activation", "input", "output", "writeback")

@@ -27,7 +27,7 @@ class Network:
     inputs: list[str] = field(default_factory=list)
 
     def input(self, name: str, nbytes: int) -> str:
-        """What the caller passes in."""
+        """The caller's inputs."""
         self.values[name] = Value(name, nbytes, nbytes)
         self.inputs.append(name)
         return name
@@ -79,7 +79,7 @@ class Network:
         return names
 
     def tie(self, weight: str, name: str) -> None:
-        """Give a weight another name."""
+        """Add another name of a weight."""
         known = self.weights[weight]
         self.weights[weight] = Weight(weight, known.nbytes, (*known.names, name))
 
@@ -112,6 +112,6 @@ class Network:
         return self.add("lm_head", "linear", [x], out, weights=own, tied=tied, flops=flops)
 
     def graph(self, outputs: Sequence[str]) -> Graph:
-        """What was written."""
+        """The graph that was written."""
         parts = (self.operations.values(), self.values.values(), self.weights.values())
         return Graph(*parts, self.inputs, list(outputs))

@@ -1,4 +1,4 @@
-"""The planner that the random placements of tests judge: the one place that imports it."""
+"""The planner under test by random placements: the only module that imports it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of every solution, whatever the planner does: no false bound, no plan that breaks a rule.
+"""Checks that every solution must pass: no false bound, no plan that breaks a rule.
 
 A bound is held against every placement that can be had: the best of all where all can be tried, those of a
 random walk from the plan, and the plans of restricted problems. A restricted problem pins operations and
@@ -32,7 +32,7 @@ Place = Callable[[Problem], Solution]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is tried for one problem.
+    """The number of trials for one problem.
 
     Attributes:
         placements: up to how many all are tried.
@@ -52,7 +52,7 @@ FULL = Effort()
 
 @dataclass(slots=True)
 class Findings:
-    """What was found out about one problem.
+    """The findings about one problem.
 
     Attributes:
         violations: what must not be, the kind of it before the colon.
@@ -78,7 +78,7 @@ class Findings:
 
     @property
     def gap(self) -> float | None:
-        """The part of the plan's seconds that its bound leaves open."""
+        """The share of the plan's seconds above its bound."""
         if self.solution is None:
             return None
         seconds = self.solution.evaluation.seconds
@@ -86,7 +86,7 @@ class Findings:
 
 
 def violations(problem: Problem, place: Place, seed: int = 0, effort: Effort = FULL) -> list[str]:
-    """What is wrong with the solution of a problem; nothing, for a sound planner."""
+    """Return the violations of a problem's solution; none for a sound planner."""
     return inspect(problem, place, seed, effort).violations
 
 
@@ -132,7 +132,7 @@ class _Inspection:
         return self.found
 
     def _call(self, problem: Problem, text: str = "") -> Solution | None:
-        """The planner's solution; None where it warns, or raises what it should not."""
+        """The planner's solution; None if it warns or raises another error."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")  # a bound above a plan is warned of
@@ -149,7 +149,7 @@ class _Inspection:
         self.found.violations.append(text)
 
     def _offer(self, found: Evaluation | None, source: str) -> None:
-        """Hold the bound against a placement."""
+        """Compare the bound with a placement."""
         solution = self.found.solution
         if found is None or not found.feasible or solution is None:
             return
@@ -199,7 +199,7 @@ class _Inspection:
             self.found.complete |= space is self.space
 
     def _refused(self, error: InfeasibleError) -> None:
-        """No placement fits, says the planner."""
+        """Check the planner's claim that no placement fits."""
         for space in self._spaces():
             if space.count <= self.effort.placements:
                 self.found.best = self.found.best or space.best()
@@ -227,7 +227,7 @@ class _Inspection:
     # -- some of them -------------------------------------------------------------------------------------
 
     def _walk(self) -> None:
-        """Random changes, kept where they take no longer."""
+        """Make random changes, and keep those that take no longer."""
         assert self.found.best is not None
         now = self.found.best
         for _ in range(self.effort.steps):
@@ -283,7 +283,7 @@ class _Inspection:
 
 
 def bounded(problem: Problem, solution: Solution) -> Space:
-    """The placements for which a solution's bound is said to hold."""
+    """The placements that the scope of a solution's bound covers."""
     if solution.bound.scope is Scope.ON_ACCELERATORS:
         alone = Space(problem, alone=True)
         rules = {name: frozenset(keys) for group, keys in alone.groups.items() for name in group}
@@ -293,7 +293,7 @@ def bounded(problem: Problem, solution: Solution) -> Space:
 
 
 def sound(problem: Problem, space: Space, solution: Solution) -> list[str]:
-    """What is wrong with a solution by itself.
+    """The violations of a solution by itself.
 
     Args:
         problem: that was placed.
@@ -342,7 +342,7 @@ def changed(space: Space, assignment: Assignment, draw: random.Random) -> Assign
 
 
 def least_excess(space: Space, draw: random.Random, steps: int) -> Evaluation | None:
-    """A placement within the budgets, looked for by random changes that reduce what is over."""
+    """A placement within the budgets, found by random changes that reduce the excess."""
     operations = {name: devices[0] for group, devices in space.groups.items() for name in group}
     operations.update({name: devices[0] for name, devices in space.sizes.items()})
     weights = {name: space.homes(name, operations)[0] for name in space.problem.graph.weights}
@@ -362,7 +362,7 @@ def least_excess(space: Space, draw: random.Random, steps: int) -> Evaluation | 
 def restriction(
     problem: Problem, space: Space, known: Assignment, draw: random.Random
 ) -> tuple[str, Problem | None]:
-    """A problem all of whose placements are those of the free one, and in words what is asked of it.
+    """A restricted problem, whose placements are also those of the free one, and a text of its restrictions.
 
     Args:
         problem: the free one.
@@ -390,7 +390,7 @@ def _fewer_devices(problem: Problem, space: Space, known: Assignment, draw: rand
 
 
 def _pins(problem: Problem, space: Space, known: Assignment, draw: random.Random) -> _Restricted:
-    """Some groups pinned, to where they are or elsewhere."""
+    """Some groups pinned, to their devices or to others."""
     rules: dict[str, frozenset[DeviceKey]] = {}
     groups = [group for group, devices in space.groups.items() if devices]
     if not groups:
@@ -428,7 +428,7 @@ def _smaller_budgets(problem: Problem, space: Space, known: Assignment, draw: ra
 
 
 def _no_offload(problem: Problem, space: Space, known: Assignment, draw: random.Random) -> _Restricted:
-    """On accelerators alone, but for what is pinned."""
+    """On accelerators alone, apart from pins."""
     if problem.offload and space.accelerators and CPU in problem.topology:
         rules = {
             name: space.accelerators

@@ -26,13 +26,13 @@ HOST = DeviceSpec(CPU, CPU, 1 << 34, 1e11, 2e10, 20e-6)
 
 
 def equal_cards(count: int, *others: DeviceSpec, memory: int = 1 << 30, kind: str = "cuda") -> Topology:
-    """Cards that nothing tells apart, and other devices."""
+    """Identical GPUs, and other devices."""
     specs = [replace(CARD, key=key, device=f"{kind}:{key}", memory=memory) for key in range(count)]
     return Topology((*specs, *others), {}, Link(5e9, 1e-5))
 
 
 def cards(count: int, *others: DeviceSpec, memory: int = 1 << 30) -> Topology:
-    """Equal cards with links of their own, and other devices."""
+    """Identical GPUs with links of their own, and other devices."""
     links = {(a, b): Link(1e9 * (1 + a + 2 * b), 1e-6) for a in range(count) for b in range(count) if a != b}
     return replace(equal_cards(count, *others, memory=memory), links=links)
 

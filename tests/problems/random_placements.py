@@ -43,7 +43,7 @@ BEST, NEAR = 1e-9, 0.01  # relative: what counts as proven best, and as close to
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was found out about one problem.
+    """The findings about one problem.
 
     Attributes:
         text: the problem in a few words, with its seed.
@@ -71,7 +71,7 @@ class Record:
 
 
 def measure(seed: int, tiny: float, placements: int) -> Record:
-    """Place the problem of a seed, and check what comes of it."""
+    """Place the problem of a seed, and check the result."""
     small = random.Random(f"size of {seed}").random() < tiny
     instance = random_instance(seed, TINY if small else MEDIUM)
     calls: list[float] = []
@@ -149,7 +149,7 @@ def summary(found: Sequence[Record]) -> dict[str, Any]:
 
 
 def _share(figures: Sequence[float], most: float) -> float | None:
-    """The part of some figures that is not above one."""
+    """The share of some figures that is at most one."""
     return sum(each <= most for each in figures) / len(figures) if figures else None
 
 

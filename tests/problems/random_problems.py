@@ -48,7 +48,7 @@ BUDGETS: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What random problems are like. Shares are probabilities.
+    """Parameters of random problems. Shares are probabilities.
 
     Attributes:
         operations: fewest and most.
@@ -119,7 +119,7 @@ WITH_DISK = Parameters(
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A problem, and what it is called: the seed, the kinds of devices and of budgets."""
+    """A problem and its description: the seed, the kinds of devices and of budgets."""
 
     seed: int
     devices: str
@@ -182,7 +182,7 @@ def with_disk(instance: Instance) -> Problem:
 
 
 def restrict(problem: Problem, rules: Rules, homes: Mapping[str, DeviceKey] | None = None) -> Problem | None:
-    """The same problem with pins beside its own; None where they contradict these.
+    """The same problem with further pins; None if they contradict its own.
 
     Args:
         problem: any.
@@ -305,7 +305,7 @@ class _Growing:
         return list(dict.fromkeys(found))
 
     def _reads(self) -> list[str]:
-        """What the next operation reads, tensors."""
+        """The tensors that the next operation reads."""
         draw, made = self.draw, self.made
         if self.shape == "chain":
             return [made[-1]]
@@ -328,7 +328,7 @@ class _Growing:
         self.heads = [tensors[0] if head in read else head for head in self.heads]
 
     def _work(self) -> tuple[int, int]:
-        """FLOP and bytes of an operation: what bounds it differs."""
+        """FLOP and bytes of an operation, which is bound by either."""
         least, most = self.parameters.seconds
         computing, reading = self._one_of("FLOP", least, most), self._one_of("bytes", least, most)
         return int(computing * FLOPS), int(reading * BANDWIDTH)
@@ -347,7 +347,7 @@ class _Growing:
         self._add(Operation(name, "f", tuple(reads), made, (), flops, nbytes, self._workspace()))
 
     def _head(self, name: str) -> None:
-        """A last operation that reads the largest of the first weights again, as a tied embedding is."""
+        """A last operation that also reads the largest of the first weights, as for a tied embedding."""
         first = [self.weights[name] for name in [*self.weights][:4] if self.weights[name].streamable]
         tied = [max(first, key=lambda weight: weight.nbytes).name] if first else []
         flops, nbytes = self._work()
@@ -397,7 +397,7 @@ class _Growing:
 
 
 def _entangled(graph: Graph) -> Iterable[tuple[str, ...]]:
-    """What touches a weight or an input that is written to: one device for all of it."""
+    """The operations on a written weight or input, which share a device."""
     for root in {graph.root(name): None for op in graph.operations.values() for name in op.mutates}:
         yield tuple(
             operation.name
@@ -419,7 +419,7 @@ def _log_uniform(draw: random.Random, least: float, most: float) -> float:
 
 
 def _random_devices(draw: random.Random, kind: str, most: int) -> Topology:
-    """Cards and links; their memory is settled later."""
+    """GPUs and links; their memory is chosen later."""
     least, highest, with_cpu = DEVICES[kind]
     count = draw.randint(least, max(least, min(highest, most)))
     device = draw.choice(("sim", "cuda"))
@@ -444,7 +444,7 @@ def _random_link(draw: random.Random) -> Link:
 
 
 def _random_links(draw: random.Random, keys: list[DeviceKey]) -> dict[tuple[DeviceKey, DeviceKey], Link]:
-    """All alike, some pairs faster than the others, or each its own, one way or both."""
+    """Links: all equal, some pairs faster, or each its own, in one direction or both."""
     kind = draw.choice(("alike", "pairs", "pairs", "own", "one way"))
     links: dict[tuple[DeviceKey, DeviceKey], Link] = {}
     usual, fast = _random_link(draw), Link(draw.choice((1e11, 3e11)), draw.choice((0.0, 2e-6)))
@@ -463,7 +463,7 @@ def _random_links(draw: random.Random, keys: list[DeviceKey]) -> dict[tuple[Devi
 
 
 def _with_budgets(draw: random.Random, problem: Problem, share: tuple[float, float]) -> Topology:
-    """Budgets as a share of what the graph takes where all of it is on one device."""
+    """Budgets as a share of the peak with the whole graph on one device."""
     topology = problem.topology
     whole = _bytes_on_one(problem)
     cards = [spec for spec in topology.devices if spec.is_accelerator]
@@ -516,7 +516,7 @@ def _with_rules(draw: random.Random, problem: Problem, parameters: Parameters) -
 
 
 def groups_of(graph: Graph) -> list[tuple[str, ...]]:
-    """The operations that are placed as one, in order; those that only make sizes are left out."""
+    """The operations that are placed together, in order; those that only make sizes are left out."""
     order = {name: index for index, name in enumerate(graph.operations)}
     ties: nx.Graph[str] = nx.Graph()
     ties.add_nodes_from(name for name, operation in graph.operations.items() if not operation.host_only)

@@ -37,7 +37,7 @@ _SMALLEST, _LARGEST = 115, 1800  # operations aimed at; a graph has up to a tent
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What is settled for an instance before its own random choices.
+    """Properties of an instance that are fixed before its own random choices.
 
     Attributes:
         name: key of the instance; it begins with the seed of the set.
@@ -58,14 +58,14 @@ class Draw:
     cpu: bool
 
     def instance(self) -> Instance:
-        """The instance, made anew."""
+        """Create the instance."""
         random = Random(self.seed)
         graph = SHAPES[self.shape](random, self.operations)
         return Instance(self.name, graph, _topology(random, self, graph))
 
 
 def second_set(seed: int) -> dict[str, Callable[[], Instance]]:
-    """Name -> what makes the instance."""
+    """Name -> function that creates the instance."""
     return {draw.name: draw.instance for draw in draws(seed)}
 
 
@@ -133,7 +133,7 @@ def _links(random: Random, cards: int) -> dict[tuple[DeviceKey, DeviceKey], Link
 
 
 def _largest_operation(graph: Graph) -> int:
-    """Bytes of the weights of the operation that reads most."""
+    """Most bytes of weights that one operation reads."""
     weights = graph.weights
     return max(sum(weights[n].nbytes for n in o.inputs if n in weights) for o in graph.operations.values())
 

@@ -49,7 +49,7 @@ _PIPER_UNIT = {"bert32a100": 1e3}  # milliseconds in the unit of its file; the o
 
 @dataclass(frozen=True)
 class Workload:
-    """Groups of operations that go together, and what passes between them.
+    """Groups of operations that are placed together, and the tensors that pass between them.
 
     Attributes:
         name: of the file.
@@ -252,7 +252,7 @@ def loads(workload: Workload, stage: frozenset[int]) -> tuple[float, float]:
 
 
 def row(workload: Workload, seconds: float) -> dict[str, Any]:
-    """What is reported of a workload."""
+    """The report of a workload."""
     found, tried = best(workload, seconds)
     known = KNOWN.get(workload.name)
     proven = known or optimum(workload)

@@ -1,4 +1,4 @@
-"""Which operations writes tie together, and that placed models see every write."""
+"""Operations that writes tie to one device, and placed models that see every write."""
 
 from __future__ import annotations
 
@@ -99,19 +99,19 @@ def inputs_of(model: nn.Module) -> tuple[Any, ...]:
     return (x,)
 
 
-def test_writes_whose_results_alone_are_read_tie_nothing() -> None:
+def test_writes_read_only_through_results_colocate_nothing() -> None:
     assert graph_of(InPlaceChain(), torch.randn(3, 64)).together == ()
 
 
 @pytest.mark.parametrize("model", [OldView(), WriteThrough()])
-def test_a_read_by_an_older_name_ties_the_storage_together(model: nn.Module) -> None:
+def test_read_through_alias_after_write_colocates_operations(model: nn.Module) -> None:
     (group,) = graph_of(model, torch.randn(3, 64)).together
     assert any("mul_" in name or "fill_" in name or "copy_" in name for name in group)
     assert "add" in group  # which reads the older name
     assert "linear_1" not in group  # which reads it before the write
 
 
-def test_a_window_is_tied_to_what_makes_the_strides_of_its_view() -> None:
+def test_as_strided_is_colocated_with_producer_of_storage() -> None:
     made, view = Operation("made", "f", ("x",), ("made",)), Operation("view", "t", ("made",), ("view",))
     values = [Value("x", 64), Value("made", 64), Value("view", 0, alias_of="made"), Value("window", 64)]
     for source, groups in (("view", [{"made", "window"}]), ("made", [])):  # a copy of all has its strides
@@ -120,7 +120,7 @@ def test_a_window_is_tied_to_what_makes_the_strides_of_its_view() -> None:
         assert find_together(graph, ()) == groups
 
 
-def test_a_cache_ties_its_own_layer_only() -> None:
+def test_cache_colocates_only_its_own_layer() -> None:
     model = Cached()
     graph = graph_of(model, *inputs_of(model))
     assert len(graph.together) == 4
@@ -181,7 +181,7 @@ def test_batch_norm_updates_its_buffers_in_train_mode() -> None:
         assert largest_difference(placed(x), original.eval()(x)) < 1e-5
 
 
-def test_a_buffer_on_the_cpu_is_not_the_callers_when_calls_write_to_it() -> None:
+def test_written_cpu_buffer_is_copied_from_caller() -> None:
     original = Counter()
     placed = graphplan.partition(original, {"cpu": "1GiB"}, args=(torch.randn(3, 64),))
     placed(torch.randn(3, 64))
@@ -199,7 +199,7 @@ class WritesToResult(nn.Module):
 
 
 @pytest.mark.parametrize("budget", range(13_000, 19_000, 1_000))
-def test_a_result_that_is_written_to_through_a_view_is_no_older_copy(budget: int) -> None:
+def test_result_written_through_view_is_not_stale(budget: int) -> None:
     model, x = WritesToResult(), torch.randn(64, 24)
     with graphplan.simulate({0: budget, "cpu": 1 << 20}) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, (x,))
@@ -217,7 +217,7 @@ class WritesToNewCache(nn.Module):
         return cache
 
 
-def test_a_tensor_of_a_returned_cache_ties_those_who_write_to_it() -> None:
+def test_returned_cache_tensor_colocates_its_writers() -> None:
     graph = graph_of(WritesToNewCache(), torch.randn(1, 2, 3, 4))
     (group,) = [group for group in graph.together if "copy_" in group]
     assert "mul" in group  # on whose device the cache is returned

@@ -66,7 +66,7 @@ def test_an_expanded_tensor_is_a_view_and_copies_as_dense() -> None:
     assert (value.nbytes, value.copy_bytes) == (0, 1600)
 
 
-def test_results_that_nobody_takes_are_an_allocation_each() -> None:
+def test_unused_results_are_separate_allocations() -> None:
     # seen in a training step with a BatchNorm of which only the statistics are kept: 512 bytes too few
     class Watches(nn.BatchNorm1d):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -84,13 +84,13 @@ def test_true_dtypes_count() -> None:
     assert graph.values["linear"].nbytes == 32
 
 
-def test_a_long_text_form_is_readable() -> None:
+def test_long_graph_text_is_readable() -> None:
     text = str(graph_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)))
     assert "linear = linear(input, 0.weight, 0.bias) : 32 bytes, 64 FLOP  # 0" in text
     assert "relu = relu(linear) : 32 bytes  # 1" in text
 
 
-def test_results_that_nobody_takes_are_workspace() -> None:
+def test_unused_results_count_as_workspace() -> None:
     class TopValues(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.topk(x, 2)[0]
@@ -100,7 +100,7 @@ def test_results_that_nobody_takes_are_workspace() -> None:
     assert operation.workspace_on("cpu") == 512  # the indices, rounded
 
 
-def test_attention_takes_workspace_where_it_has_no_fused_kernel() -> None:
+def test_attention_without_fused_kernel_needs_workspace() -> None:
     class Attention(nn.Module):
         def forward(self, q: torch.Tensor) -> torch.Tensor:
             return nn.functional.scaled_dot_product_attention(q, q, q)
@@ -112,7 +112,7 @@ def test_attention_takes_workspace_where_it_has_no_fused_kernel() -> None:
     assert operation.flops == 2 * 2 * 4 * 64 * 64 * 16
 
 
-def test_what_has_a_kernel_takes_no_workspace_for_its_formula() -> None:
+def test_operations_with_kernels_need_no_workspace_of_their_decomposition() -> None:
     gate = nn.Sequential(nn.Linear(8, 8), nn.SiLU())
     x = torch.randn(512, 8)
     backward = graphplan.plan(gate, {0: "1GiB"}, (x,), train=True).graph.operations["silu_backward"]
@@ -250,7 +250,7 @@ def test_a_graph_is_read_once() -> None:
     assert annotator.graph() is annotator.graph()
 
 
-def test_what_is_written_to_is_known() -> None:
+def test_written_weights_and_inputs_are_recorded() -> None:
     graph = graph_of(nn.BatchNorm1d(4).train(), torch.randn(8, 4))
     written = {name for op in graph.operations.values() for name in op.mutates}
     assert written == {"running_mean", "running_var", "num_batches_tracked"}
@@ -289,7 +289,7 @@ def test_sizes_are_host_scalars() -> None:
     assert graph.values["div"].shape == (128, 2)  # a dynamic size counts at its bound
 
 
-def test_weights_that_nobody_reads_are_in_the_graph() -> None:
+def test_unread_weights_are_in_the_graph() -> None:
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -314,7 +314,7 @@ class FoldsOrNot(nn.Module):
         return x.transpose(1, 2) @ self.weight
 
 
-def test_a_parameter_that_requires_grad_costs_what_it_costs() -> None:
+def test_requires_grad_of_parameters_increases_workspace() -> None:
     # seen on FalconMamba: the plan's peak was 4,608 bytes too low
     x = torch.randn(2, 16, 9)
     frozen, learned = (graph_of(FoldsOrNot(flag), x).operations["matmul"] for flag in (False, True))
@@ -324,7 +324,7 @@ def test_a_parameter_that_requires_grad_costs_what_it_costs() -> None:
 @pytest.mark.parametrize(
     "part", [lambda x: x[:, :4], lambda x: x[:1].expand(4, 8)], ids=["slice", "expanded"]
 )
-def test_what_is_moved_arrives_dense(part: Any) -> None:
+def test_moved_tensors_arrive_dense(part: Any) -> None:
     class Sliced(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return part(x * 2).reshape(-1) + 1
@@ -348,7 +348,7 @@ def test_what_is_moved_arrives_dense(part: Any) -> None:
     assert annotator.graph(together).operations["reshape"].bytes_accessed == 256
 
 
-def test_for_a_card_that_is_not_here_operations_run_as_for_the_cpu_once(
+def test_operations_for_absent_gpu_run_once_as_on_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ran: list[Any] = []
@@ -363,7 +363,7 @@ def test_for_a_card_that_is_not_here_operations_run_as_for_the_cpu_once(
     assert set(graph.operations["linear"].workspace) == {"cpu", "cuda"}
 
 
-def test_a_simulated_machine_is_not_asked_for_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_tensors_take_no_simulated_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def dispatch(_mode: Any, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -379,7 +379,7 @@ def test_a_simulated_machine_is_not_asked_for_fake_tensors(monkeypatch: pytest.M
     assert set(graph.operations["linear"].workspace) == {"cpu", "sim"}
 
 
-def test_of_two_readings_every_value_has_its_larger_bytes() -> None:
+def test_upper_bound_graph_has_larger_bytes_of_each_value() -> None:
     def reading(nbytes: int, view_bytes: int, *together: set[str]) -> Graph:
         values = [
             Value("x", 8),
@@ -396,7 +396,7 @@ def test_of_two_readings_every_value_has_its_larger_bytes() -> None:
     assert both.together == ({"a", "b", "c"},)  # no operation is in two groups
 
 
-def test_strides_are_those_of_the_kernels_of_the_device_it_runs_on() -> None:
+def test_strides_depend_on_kernels_of_the_device() -> None:
     # seen on EmbeddingGemma: attention's result is dense on an accelerator, and not on the CPU
     class Attends(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -500,14 +500,14 @@ def test_memory_that_is_larger_than_a_result_is_planned(name: str) -> None:
 
 
 @torch.no_grad()
-def test_and_and_or_of_numbers_write_to_nothing() -> None:
+def test_bitwise_operations_on_numbers_write_nothing() -> None:
     model = Computes(lambda x, n: x * (n | 1) + (n & 3))
     placed = graphplan.partition(model, {"cpu": "1MiB"}, (PAIR[0], 5))
     for number in (5, 6, 12):
         assert torch.allclose(placed(PAIR[0], number), model(PAIR[0], number))
 
 
-def test_a_map_over_many_rows_is_measured_by_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_map_over_many_rows_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def body(row: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Layers that attend to a window keep the window of a cache, not the prompt that it was cut out of."""
+"""Layers that attend to a window keep the window of a cache, not the whole prompt."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def after_prompt(gemma3: ModelCopy) -> dict[str, Any]:
     return {"input_ids": inputs["input_ids"][:, :1], "past_key_values": cache}
 
 
-def test_a_prompt_is_not_kept_by_its_windows(gemma3: ModelCopy) -> None:
+def test_cache_windows_do_not_keep_the_prompt(gemma3: ModelCopy) -> None:
     found, graph = traced(gemma3, inputs_of("gemma3", 3, 60))
     assert sorted(str(node.target) for node in kept(found)) == 2 * ["aten.cat.default"] + 2 * [
         "aten.clone.default"
@@ -62,7 +62,7 @@ def test_a_prompt_is_not_kept_by_its_windows(gemma3: ModelCopy) -> None:
     assert sorted(sizes) == [WINDOW - 1] * 2 + [60] * 2
 
 
-def test_a_token_more_than_a_window_is_counted_and_not_copied(gemma3: ModelCopy) -> None:
+def test_cache_one_token_longer_than_window_is_not_copied(gemma3: ModelCopy) -> None:
     found, graph = traced(gemma3, after_prompt(gemma3))
     assert sorted(str(node.target) for node in kept(found)) == 2 * ["aten.cat.default"] + 2 * [
         "aten.slice.Tensor"

@@ -1,4 +1,4 @@
-"""What kernels take beside their results on cards: measured once for each distinct operation."""
+"""Workspaces of kernels on GPUs, measured once for each distinct operation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 class Told(KernelBench):
-    """Convolutions take so much; counts what it was asked."""
+    """A bench on which convolutions need a fixed workspace; it counts its requests."""
 
     def __init__(self) -> None:
         super().__init__(Topology(()))
@@ -40,7 +40,7 @@ class Told(KernelBench):
         return HIDDEN if target is aten.conv1d.default else 0
 
 
-def test_the_graph_has_what_was_measured() -> None:
+def test_graph_has_measured_workspaces() -> None:
     model = nn.Sequential(*(nn.Conv1d(4, 4, 3, padding=1) for _ in range(3)), nn.ReLU()).eval()
     model_copy, bench = ModelCopy(model), Told()
     made = capture(model_copy, model_copy.bind((torch.ones(2, 4, 8),), {}))
@@ -55,7 +55,7 @@ def test_the_graph_has_what_was_measured() -> None:
 
 @pytest.fixture
 def bench(monkeypatch: Any) -> KernelBench:
-    """Of a card on which each kernel takes its results and ``HIDDEN`` bytes; the CPU stands in for it."""
+    """A bench on which each kernel allocates its results and ``HIDDEN`` bytes; the CPU stands in for it."""
     steps = itertools.accumulate(itertools.cycle((0, 2048 + HIDDEN)))
     monkeypatch.setattr(kernel_workspace._Kernels, "_allocated", lambda _: next(steps))
     monkeypatch.setattr(torch.random, "fork_rng", lambda *_, **__: nullcontext())
@@ -72,11 +72,11 @@ def measured(bench: KernelBench, target: Any, *args: Any) -> int:
     return bench.workspace(target, metas, spec, results)
 
 
-def test_results_are_no_workspace(bench: KernelBench) -> None:
+def test_results_do_not_count_as_workspace(bench: KernelBench) -> None:
     assert measured(bench, aten.cumsum.default, torch.ones(4, 128), 1) == HIDDEN
 
 
-def test_what_an_operation_is_made_of_counts_while_it_lives(bench: KernelBench) -> None:
+def test_intermediate_tensors_count_as_workspace_while_alive(bench: KernelBench) -> None:
     # two of its three kernels make temporaries of 2048 bytes; one of them lives while the other is made
     linear, square = torch.ones(4, 128), torch.ones(128, 128)
     assert measured(bench, aten.linear.default, linear, square) == HIDDEN
@@ -84,7 +84,7 @@ def test_what_an_operation_is_made_of_counts_while_it_lives(bench: KernelBench) 
     assert measured(bench, aten.cosine_similarity.default, linear, linear) > 2048 + HIDDEN
 
 
-def test_what_has_no_room_or_may_refuse_zeros_is_not_run(bench: KernelBench) -> None:
+def test_large_or_value_dependent_operations_are_not_run(bench: KernelBench) -> None:
     assert measured(bench, aten.multinomial.default, torch.ones(4, 128), 1) == 0
     assert measured(bench, aten.bmm.default, torch.ones(2, 3), torch.ones(2, 3)) == 0  # it fails there too
     assert measured(bench, aten.index_select.default, torch.ones(0, 3), 0, torch.zeros(1).long()) == 0
@@ -92,7 +92,7 @@ def test_what_has_no_room_or_may_refuse_zeros_is_not_run(bench: KernelBench) -> 
     assert measured(bench, aten.cumsum.default, torch.ones(4, 128), 1) == 0
 
 
-def test_where_memory_is_not_enough_that_is_said(bench: KernelBench, monkeypatch: Any) -> None:
+def test_out_of_memory_during_measurement_warns(bench: KernelBench, monkeypatch: Any) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -106,11 +106,11 @@ def noted(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("it is the caller's, and was not asked to run")
 
 
-def test_operations_of_others_are_not_run(bench: KernelBench) -> None:
+def test_custom_operations_are_not_run(bench: KernelBench) -> None:
     assert measured(bench, torch.ops.graphplan_tests.noted.default, torch.ones(4, 128)) == 0
 
 
-def test_cards_are_those_of_the_plan_one_of_each_kind(monkeypatch: Any) -> None:
+def test_one_gpu_of_each_type_is_measured(monkeypatch: Any) -> None:
     names = ["H200", "H200", "T4", "T4"]
     answers = {
         "is_available": lambda: True,
@@ -136,5 +136,5 @@ def test_cards_are_those_of_the_plan_one_of_each_kind(monkeypatch: Any) -> None:
     assert made._room == {torch.device("cuda", 1): 1 << 20, torch.device("cuda", 3): 3 << 20}
 
 
-def test_without_a_card_nothing_is_measured() -> None:
+def test_without_gpu_nothing_is_measured() -> None:
     assert measured(KernelBench(Topology(())), aten.cumsum.default, torch.ones(4, 128), 1) == 0

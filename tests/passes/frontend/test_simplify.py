@@ -36,7 +36,7 @@ class Noise(nn.Module):
         return y.to(x.device) + torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
-def test_no_ops_checks_and_dead_code_go() -> None:
+def test_no_ops_checks_and_dead_code_are_removed() -> None:
     assert calls(Noise(), torch.randn(2, 4)) == ["add.Tensor(x, c_lifted_tensor_0)"]
 
 
@@ -73,7 +73,7 @@ class Scratch(nn.Module):
         return y
 
 
-def test_a_constant_that_is_written_to_is_copied_at_each_call() -> None:
+def test_written_constant_is_copied_in_each_call() -> None:
     assert calls(Scratch(), torch.randn(2))[0] == "clone.default(c_lifted_tensor_0)"
 
 
@@ -84,7 +84,7 @@ class Sums(nn.Module):
         return x * sums
 
 
-def test_a_constant_that_is_written_to_through_a_view_is_what_the_code_says_at_each_call() -> None:
+def test_constant_written_through_view_is_restored_in_each_call() -> None:
     model, x = Sums(), torch.randn(2, 3)
     with simulate({0: "1MiB"}):
         placed = partition(model, {0: "1MiB"}, (x,))
@@ -98,7 +98,7 @@ class Sparse(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse. its sizes cannot vary:graphplan.GraphplanWarning")
-def test_a_sparse_result_beside_a_constant() -> None:
+def test_sparse_result_with_constant() -> None:
     assert calls(Sparse(), torch.randn(2, 2))[-1] == "mul.Tensor(x, c_lifted_tensor_0)"
 
 
@@ -107,7 +107,7 @@ class Detached(nn.Module):
         return x * x.detach()
 
 
-def test_detach_stays_where_gradients_do() -> None:
+def test_detach_is_kept_with_keep_grad() -> None:
     assert len(calls(Detached(), torch.randn(2))) == 1
     assert len(calls(Detached(), torch.randn(2), keep_grad=True)) == 2
 
@@ -144,7 +144,7 @@ class Overwrites(nn.Module):
         return self.linear(x) + dense + flat.view(16, 4).t()
 
 
-def test_what_copies_and_is_written_to_copies_wherever_it_runs() -> None:
+def test_written_copies_are_explicit_on_every_device() -> None:
     found = calls(Overwrites(), torch.ones(4, 32)[:, ::2])
     assert [text.partition(".")[0] for text in found[:4]] == ["clone", "t", "clone", "reshape"]
     model, whole = Overwrites().eval(), torch.ones(4, 32)

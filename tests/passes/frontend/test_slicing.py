@@ -1,4 +1,4 @@
-"""Weights that no accelerator holds: sliced by rows, kept in part, streamed in part."""
+"""Weights that no accelerator holds: sliced by rows, partly resident, partly streamed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def check(
     further: tuple[tuple[Any, ...], ...] = (),
     **options: Any,
 ) -> Any:
-    """Place and run a model, and hold results and bytes against eager and the plan."""
+    """Place and run a model, and compare results with eager mode and bytes with the plan."""
     with graphplan.simulate(memory) as machine:
         placed = graphplan.partition(model, memory, args=args, **options)
         placed.plan.verify()
@@ -143,7 +143,7 @@ def test_embedding_before_and_after() -> None:
 
 
 class Products(nn.Module):
-    """Every way to read rows of a weight, and some that are none."""
+    """Every supported reader of rows of a weight, and some unsupported ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,13 +307,13 @@ def test_an_embedding_and_a_head_that_are_not_tied() -> None:
 # -- by cost --------------------------------------------------------------------------------------
 
 
-def test_where_the_cpu_is_faster_nothing_is_sliced() -> None:
+def test_nothing_is_sliced_if_the_cpu_is_faster() -> None:
     memory = budgets(int(0.7 * WHOLE))
     slow = check(Head(), (numbers(4, WIDTH),), memory, set(), links=SLOW)
     assert slow.plan.device_of("head") == "cpu"
 
 
-def test_where_the_accelerator_is_faster_it_computes() -> None:
+def test_faster_accelerator_computes_sliced_weight() -> None:
     memory = budgets(WHOLE)
     model = Head()
     x = numbers(16, WIDTH)
@@ -330,7 +330,7 @@ def test_a_table_stays_whole_where_the_cpu_may_read_it() -> None:
     assert placed.plan.stages[0].device == "cpu"
 
 
-def test_parts_of_one_module_stay_together_where_asked() -> None:
+def test_together_keeps_parts_of_one_module_on_one_device() -> None:
     memory = {0: int(0.7 * WHOLE), 1: int(0.7 * WHOLE), "cpu": 1 << 30}
     options = {"cpu_compute": False, "links": NARROW, "together": ["head"]}
     placed = check(Head(bias=False), (numbers(4, WIDTH),), memory, {"head.weight"}, **options)
@@ -338,7 +338,7 @@ def test_parts_of_one_module_stay_together_where_asked() -> None:
     assert len({key for name, key in device.items() if name.startswith("linear_1_")}) == 1
 
 
-def test_a_head_that_leaves_no_room_for_the_layers_is_sliced() -> None:
+def test_head_without_room_for_layers_is_sliced() -> None:
     layers = (nn.Linear(WIDTH, WIDTH) for _ in range(24))  # three quarters of the head
     model, x = nn.Sequential(*layers, nn.Linear(WIDTH, ROWS, bias=False)), numbers(16, WIDTH)
     memory = budgets(WHOLE + 17 * ROWS * 4)
@@ -349,11 +349,11 @@ def test_a_head_that_leaves_no_room_for_the_layers_is_sliced() -> None:
     assert placed.plan.lower_bound <= placed.plan.makespan < whole.makespan
 
 
-def test_what_fits_is_not_sliced() -> None:
+def test_fitting_weight_is_not_sliced() -> None:
     check(Head(), (numbers(4, WIDTH),), budgets(2 * WHOLE), set(), cpu_compute=False)
 
 
-def test_what_the_caller_has_fixed_is_not_sliced() -> None:
+def test_pinned_weight_is_not_sliced() -> None:
     memory = budgets(int(0.7 * WHOLE))
     x = numbers(4, WIDTH)
     for pin in ({"head": "cpu"}, {"head.weight": "cpu"}, {"linear_1": "cpu"}):
@@ -445,7 +445,7 @@ def sliced() -> Iterator[tuple[Any, nn.Module, torch.Tensor]]:
 
 
 class TestOneSlicedHead:
-    """What these change is a copy."""
+    """These change a copy."""
 
     def test_another_tensor_at_the_same_address_is_seen(self, sliced: Any) -> None:
         (placed, model, x), values = copy.deepcopy(sliced), torch.empty(ROWS, WIDTH).numpy()
@@ -511,7 +511,7 @@ def test_a_further_structure_uses_the_same_parts() -> None:
 
 
 class Sometimes(Head):
-    """Reads its head as no slice can be read, if asked to."""
+    """Reads its head in a way that no slice supports, if asked to."""
 
     def forward(self, x: torch.Tensor, *, twice: bool = False) -> torch.Tensor:
         return self.head.weight.sum(1) if twice else super().forward(x)
@@ -552,8 +552,8 @@ def test_parts_are_read_from_a_checkpoint(tmp_path: Path) -> None:
             assert relative(copy.deepcopy(placed.graph_module)(x)[0], model(x)) <= 1e-6
 
 
-def test_what_fits_but_for_the_allocators_share_is_sliced() -> None:
-    """CUDA's allocator may take 1 MiB more than a large weight has: so much less is there for it."""
+def test_weight_that_exceeds_budget_by_allocator_overhead_is_sliced() -> None:
+    """CUDA's allocator may take 1 MiB more than a large weight has."""
     model = nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 256))
     for memory in (4_334_592, 4_834_592, 5_234_592):
         plan = graphplan.plan(model, {0: memory, "cpu": 1 << 30}, (torch.randn(8, 256),), cpu_compute=False)
@@ -561,7 +561,7 @@ def test_what_fits_but_for_the_allocators_share_is_sliced() -> None:
         assert plan.peak_bytes[0] <= memory
 
 
-def test_what_fits_by_itself_and_not_beside_a_pinned_weight_is_sliced() -> None:
+def test_weight_without_room_left_by_pinned_weight_is_sliced() -> None:
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2)))
     memory = {0: int(1.7 * 256 * 256 * 4) + 16 * KIB, "cpu": 1 << 30}
     plan = graphplan.plan(model, memory, (torch.randn(1, 256),), pin={"0.weight": 0}, cpu_compute=False)
@@ -576,7 +576,7 @@ def test_what_fits_by_itself_and_not_beside_a_pinned_weight_is_sliced() -> None:
         ({}, r"'cpu': \d+\}$"),
     ],
 )
-def test_without_a_cpu_the_error_says_that_one_is_needed(options: dict[str, bool], hint: str) -> None:
+def test_error_without_cpu_names_the_cpu(options: dict[str, bool], hint: str) -> None:
     model = nn.Linear(256, 4096, bias=False)
     memory: dict[int | str, int] = dict.fromkeys(range(3), 3_901_132)
     with pytest.raises(graphplan.InfeasibleError, match="with weights in CPU memory: .*" + hint):
@@ -592,7 +592,7 @@ def test_without_a_cpu_the_error_says_that_one_is_needed(options: dict[str, bool
         ({0: WHOLE // 2, "cpu": WHOLE // 4}, False),
     ],
 )
-def test_no_slices_are_made_where_none_can_help(
+def test_no_slices_are_made_if_useless(
     monkeypatch: pytest.MonkeyPatch, memory: dict[int | str, int], fits: bool
 ) -> None:
     """Dozens of parts of each weight of a model take a minute to make."""
@@ -608,7 +608,7 @@ def test_no_slices_are_made_where_none_can_help(
     assert not made
 
 
-def test_parts_are_made_where_results_are_larger_than_the_accelerator() -> None:
+def test_slices_are_made_if_results_exceed_the_accelerator() -> None:
     """Each part makes its own share of them."""
     with torch.device("meta"):
         head, x = nn.Linear(1024, 8192, bias=False), torch.empty(1024, 1024)

@@ -50,7 +50,7 @@ def line_of(node: fx.Node) -> str:
     return f"{node.name} = {name}({', '.join(given)})"
 
 
-def test_copies_to_the_cpu_are_waited_for_where_they_are_read() -> None:
+def test_copies_to_cpu_are_awaited_before_their_readers() -> None:
     lines = lowered({"neg"})
     copy = "tanh_on_cpu = to(tanh, cpu, non_blocking=True)"
     wait = "tanh_arrived = arrived(tanh_on_cpu, cuda:0)"
@@ -66,11 +66,11 @@ def test_results_are_all_copied_before_the_host_waits() -> None:
     assert max(copies) < min(waits)
 
 
-def test_other_devices_have_done_their_copies_when_the_host_goes_on() -> None:
+def test_host_waits_for_copies_of_all_devices() -> None:
     assert not [line for line in lowered({"neg"}, kind="xpu") if "non_blocking" in line or "arrived" in line]
 
 
-def test_what_has_arrived_is_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrived_value_is_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Mock()
     monkeypatch.setattr(torch.cuda, "current_stream", {"cuda:0": stream}.__getitem__)
     value = torch.ones(2)

@@ -1,4 +1,4 @@
-"""Lowered code calls builtins that do what the traced overloads do."""
+"""Lowered code calls builtins that are equivalent to the traced overloads."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ SAMPLES[aten.div.Tensor].append((A, SQUARE[0, 0]))
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what is dispatched: operators, and all that is no tensor."""
+    """Records the dispatched operators, and all arguments that are not tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_every_replacement_has_a_sample() -> None:
 
 
 @pytest.mark.parametrize("target", [*BUILTINS, *METHODS], ids=str)
-def test_replacements_dispatch_to_the_same(target: Any) -> None:
+def test_replacements_dispatch_to_the_same_operation(target: Any) -> None:
     for sample in SAMPLES[target]:
         kwargs = sample[-1] if isinstance(sample[-1], dict) else {}
         args = tuple(a for a in sample if not isinstance(a, dict))
@@ -191,17 +191,17 @@ def test_unusual_arguments(target: Any, args: tuple[Any, ...]) -> None:
     assert torch.equal(module(*tensors), target(SQUARE, *args))
 
 
-def test_slices_that_narrow_does_not_take_are_left() -> None:
+def test_slices_unsupported_by_narrow_are_unchanged() -> None:
     module, _ = graph_of(aten.slice.Tensor, (SQUARE, 0, 1, 9))
     assert "aten.slice" in module.code
 
 
-def test_a_comparison_with_a_number_is_left() -> None:
+def test_comparison_with_number_is_unchanged() -> None:
     module, _ = graph_of(aten.le.Tensor, (SQUARE, 2))
     assert "aten.le" in module.code
 
 
-def test_a_number_first_is_left() -> None:
+def test_call_with_leading_number_is_unchanged() -> None:
     graph = fx.Graph()
     size = graph.placeholder("size")
     size.meta["val"] = 3

@@ -50,7 +50,7 @@ def outline(*devices: Any, branches: tuple[int, ...] = ()) -> list[str]:
     ]
 
 
-def test_a_stage_for_each_run_on_one_device() -> None:
+def test_each_run_on_one_device_is_a_stage() -> None:
     assert outline(0, 0, 0) == ["_stage_0: 3"]
     assert outline(0, 0, 1, 1, 1) == ["_stage_0: 2", "to", "_stage_1: 3"]
     assert outline(0, 0, 1, 0, 0) == ["_stage_0: 2", "to", "add", "to", "_stage_1: 2"]
@@ -75,7 +75,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("training", [False, True])
-def test_compiled_stages_give_the_same(backend: str, training: bool) -> None:
+def test_compiled_stages_equal_eager(backend: str, training: bool) -> None:
     model = Net().train(training)
     compiled: list[str] = []
 
@@ -105,7 +105,7 @@ def test_copies_and_changed_weights_of_compiled_stages() -> None:
         assert largest_difference(model_copy(X), Net.forward(model_copy, X)) < 1e-5
 
 
-def test_a_branch_beside_compiled_stages() -> None:
+def test_branch_with_compiled_stages() -> None:
     class Branch(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -24,7 +24,7 @@ SEEDS = range(40)
 
 
 def with_views(graph: Graph, draw: random.Random) -> tuple[Graph, Graph]:
-    """The same graph, but that operations read views of weights, or views of these: taken late, and first."""
+    """The same graph with views of weights, or views of these: taken late, and taken first."""
     taken: dict[str, list[Operation]] = {}
     values = list(graph.values.values())
     for weight in graph.weights.values():
@@ -71,7 +71,7 @@ def held(boundaries: Boundaries, start: int, end: int) -> set[str]:
 
 
 def machines_for(graph: Graph, draw: random.Random) -> list[Topology]:
-    """Three, of which two or three are needed, most often."""
+    """Three machines, of which two or three are needed, most often."""
     total = sum(weight.held_bytes for weight in graph.weights.values())
     rooms = [int(total * draw.uniform(0.4, 1.1)) + 1 for _ in range(3)]
     return [
@@ -104,7 +104,7 @@ def pipelines(boundaries: Boundaries, machines: list[Topology]) -> Iterator[tupl
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_it_makes_no_difference_where_views_of_weights_are_taken(seed: int) -> None:
+def test_boundaries_do_not_depend_on_position_of_weight_views(seed: int) -> None:
     draw = random.Random(seed)
     graph = random_graph(draw, PARAMETERS)
     late, first = (Boundaries(one) for one in with_views(graph, draw))
@@ -124,7 +124,7 @@ def test_it_makes_no_difference_where_views_of_weights_are_taken(seed: int) -> N
 
 
 def test_random_graphs_have_views_that_matter() -> None:
-    """Many are cut between views and what reads them, and need several machines."""
+    """Many graphs are cut between views and their readers, and need several machines."""
     several = 0
     for seed in SEEDS:
         draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""A stage is a stretch of a captured graph: what crosses, what is made again, where nothing may be cut."""
+"""Stages of a captured graph: crossing values, recomputed values, positions that may not be cut."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def text(capture: Capture) -> str:
     return "\n".join(str(node.format_node()) for node in capture.graph.nodes if node.op != "output")
 
 
-def test_a_stage_takes_what_crosses_and_makes_sizes_again() -> None:
+def test_stage_receives_crossing_values_and_recomputes_sizes() -> None:
     rows = torch.export.Dim("rows", min=2, max=8)
     whole, boundaries = captured(Net(), torch.ones(4, 4), dynamic_shapes={"x": {0: rows}})
     names = list(boundaries.graph.operations)
@@ -71,7 +71,7 @@ class Writes(nn.Module):
 
 
 class ReturnsWritten(nn.Module):
-    """Writes to a buffer or to its input, and returns it, or a view of it that was taken before."""
+    """Writes to a buffer or to its input, and returns it or an earlier view of it."""
 
     def __init__(self, of_input: bool, how: str) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_together_the_stages_compute_the_same(name: str) -> None:
+def test_stages_together_equal_the_whole(name: str) -> None:
     """Twice, because the first call may write to buffers."""
     model = MODELS[name]().eval()
     x = torch.randn(4, 16 if name == "views" else 4)
@@ -146,7 +146,7 @@ def as_tuple(result: object) -> tuple[object, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def test_a_weight_is_where_it_or_its_view_is_read() -> None:
+def test_weight_is_in_stages_that_need_its_data() -> None:
     whole, boundaries = captured(EarlyViews(), torch.ones(4, 16))
     count = len(boundaries.graph.operations)
     for position in boundaries.allowed[1:-1]:

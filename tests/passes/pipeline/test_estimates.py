@@ -20,7 +20,7 @@ from graphplan.passes.pipeline.estimates import Estimates
 WIDTHS = (8, 8, 512, 8, 8)  # few bytes, many, few
 
 
-def test_what_does_not_fit_leaves_longer_stretches_with_smaller_buffers() -> None:
+def test_refused_stretch_allows_longer_ones_with_smaller_buffers() -> None:
     layers = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(WIDTHS)))
     plan = graphplan.plan(layers, {"cpu": "1GiB"}, args=(torch.ones(64, 8),))
     machine = plan.topology
@@ -50,7 +50,7 @@ def test_a_stage_receives_by_one_link_and_sends_by_the_other(host: str) -> None:
     assert seconds(fast, slow)[1, 2] > 64 * 512 * 4 / 1e3
 
 
-def test_there_are_no_more_candidates_than_asked_for() -> None:
+def test_number_of_candidates_is_limited() -> None:
     plan = graphplan.plan(nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), args=(torch.ones(64, 8),))
     boundaries = Boundaries(plan.graph)
     progress = np.linspace(0.0, 1.0, len(plan.graph.operations) + 1)

@@ -1,4 +1,4 @@
-"""Cuts into stages that machines take in turn, and the bound on their batch, against every way to cut."""
+"""Cuts into interleaved stages, and the bound on their batch, compared with all cuts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_cuts_are_near_the_best_of_all(seed: int) -> None:
     assert own[1] <= best[1] * 1.1
 
 
-def test_stretches_that_cannot_be_are_not_chosen() -> None:
+def test_impossible_stretches_are_not_chosen() -> None:
     loads = [table(np.ones(SIZE - 1))] * STAGES
     barred = [load.copy() for load in loads]
     barred[1][:, 5] = np.inf

@@ -1,4 +1,4 @@
-"""The dynamic program over cuts, and its bound, against every way to cut."""
+"""The dynamic program over cuts, and its bound, compared with all cuts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def random_costs(rng: np.random.Generator, size: int, classes: int) -> StageCost
 
 
 def brute(costs: StageCosts, counts: list[int], microbatches: int) -> float:
-    """The least seconds over every way to cut and every order of machines."""
+    """The least seconds over all cuts and all orders of machines."""
     size, best = len(costs.load[0]), math.inf
     machines = [c for c, count in enumerate(counts) for _ in range(count)]
     for stages in range(1, len(machines) + 1):
@@ -60,8 +60,8 @@ def test_the_best_of_all_cuts_is_found(seed: int, counts: list[int], microbatche
     assert found.cuts[-1] == 6
 
 
-def test_limits_between_two_pipelines_are_tried_on() -> None:
-    """Half of the way to the quickest, the evenest was found again, and nothing above it was looked for."""
+def test_limits_between_pipelines_are_tried() -> None:
+    """Regression: halfway to the quickest, the most even was found again, and no higher limit was tried."""
     before, transfer = np.cumsum([0.0, 2, 8, 3, 7, 8]), np.array([0.0, 3, 1, 1, 4, 0])
     here = before[None, :] - before[:, None]
     here[np.tri(6, dtype=bool)] = np.inf
@@ -71,7 +71,7 @@ def test_limits_between_two_pipelines_are_tried_on() -> None:
     assert found.seconds(2) == brute(costs, [4], 2)
 
 
-def test_for_latency_the_evenest_of_alike_cuts_is_taken() -> None:
+def test_latency_prefers_the_most_even_of_equal_cuts() -> None:
     size = 13
     seconds = np.maximum(np.arange(size)[None, :] - np.arange(size)[:, None], 0.0)
     seconds[seconds > 8] = np.inf  # what a machine holds
@@ -82,7 +82,7 @@ def test_for_latency_the_evenest_of_alike_cuts_is_taken() -> None:
     assert found.cuts == (0, 6, 12)
 
 
-def test_what_does_not_fit_where_more_stages_follow_is_not_chosen() -> None:
+def test_stretch_without_room_for_later_stages_is_not_chosen() -> None:
     size = 4
     flat = np.where(np.tri(size, dtype=bool), np.inf, 1.0)
     costs = StageCosts([flat], [flat])
@@ -126,7 +126,7 @@ def test_the_bound_is_below_every_pipeline(seed: int) -> None:
         assert bound.seconds(8) >= 0.5 * least[8]  # it says something
 
 
-def test_with_many_kinds_of_machines_they_are_used_in_order() -> None:
+def test_many_machine_classes_are_used_in_order() -> None:
     counts = [1] * 30
     states = states_of(counts)
     assert len(states) == 31

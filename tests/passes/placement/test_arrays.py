@@ -1,4 +1,4 @@
-"""Flat arrays say of placements without streaming what the evaluator says."""
+"""Flat arrays agree with the evaluator on placements without streaming."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 def is_streamed(found: Evaluation) -> bool:
-    """Whether a prefetch buffer is used; arrays do not say anything of that."""
+    """Whether a prefetch buffer is used, which arrays do not model."""
     return any(buffer.segments for buffer in found.schedule.prefetch_buffers)
 
 
@@ -44,7 +44,7 @@ def assert_equal(arrays: Arrays, devices: Ints, chosen: Ints | None = None) -> E
     return found
 
 
-def test_random_placements_are_judged_as_by_the_evaluator() -> None:
+def test_arrays_equal_the_evaluator_for_random_placements() -> None:
     kinds: Counter[str] = Counter()
     for seed in range(400):
         draw = random.Random(seed)
@@ -89,7 +89,7 @@ def make(operations: list[Operation], weights: list[Weight], outputs: list[str],
     return Graph(operations, values, weights, ["x"], outputs)
 
 
-def test_a_view_keeps_what_it_is_of() -> None:
+def test_view_keeps_its_base_alive() -> None:
     operations = [
         Operation("a", "f", ("x",), ("a",)),
         Operation("v", "view", ("a",), ("v",)),
@@ -102,7 +102,7 @@ def test_a_view_keeps_what_it_is_of() -> None:
         assert_equal(arrays, np.array(devices))
 
 
-def test_what_is_returned_stays_or_goes_back() -> None:
+def test_results_stay_or_return_to_host() -> None:
     graph = chain(3)
     for returns in (True, False):
         arrays = Arrays(Problem(graph, cards(2), CPU, returns_to_host=returns))
@@ -131,7 +131,7 @@ def test_an_input_that_is_changed_is_copied_back() -> None:
     assert arrays.seconds(arrays.expand(np.array([0, 0]))) > plain.seconds(plain.expand(np.array([0, 0])))
 
 
-def test_fixed_weights_are_where_they_are() -> None:
+def test_fixed_weights_keep_their_homes() -> None:
     graph = chain(4)
     problem = Problem(graph, cards(2), CPU, fixed_weights={"w1": 1})
     arrays = Arrays(problem)
@@ -141,7 +141,7 @@ def test_fixed_weights_are_where_they_are() -> None:
 
 
 @pytest.mark.parametrize("kind", ["sim", "cuda"])
-def test_weights_that_nobody_reads_take_room(kind: str) -> None:
+def test_unread_weights_count_in_peaks(kind: str) -> None:
     plain = chain(2, weight=MIB)
     idle = [Weight("idle", 3 * MIB), Weight("other", MIB)]
     parts = plain.operations.values(), plain.values.values(), [*plain.weights.values(), *idle]
@@ -178,7 +178,7 @@ def test_a_shared_weight_is_copied_from_its_home() -> None:
 
 
 def step_graph(*, accumulates: bool = True) -> Graph:
-    """A training step of two layers that are tied, of which the second is computed again."""
+    """A training step of two layers that are tied, of which the second is recomputed."""
     from torch import nn
 
     import graphplan
@@ -207,7 +207,7 @@ def step_graph(*, accumulates: bool = True) -> Graph:
         for accumulates in (False, True)
     ],
 )
-def test_a_training_step_is_judged_as_by_the_evaluator(folded: bool, accumulates: bool) -> None:
+def test_arrays_equal_the_evaluator_for_training_steps(folded: bool, accumulates: bool) -> None:
     graph, draw, kinds = step_graph(accumulates=accumulates), random.Random(0), Counter[str]()
     gradients = [value for value in graph.values.values() if value.gradient_of]
     assert any(value.stays for value in gradients) == (not accumulates)

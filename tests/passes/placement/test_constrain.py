@@ -1,4 +1,4 @@
-"""What the caller asks for: pins, groups, no offload, no CPU compute, balance, reserves."""
+"""Constraints of the caller: pins, groups, no offload, no CPU compute, balance, reserves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def placed_chain(budgets: dict[Any, int], count: int = 6, **constraints: Any) ->
     return dict(place(problem).evaluation.schedule.assignment.operations)
 
 
-def test_a_pinned_module_runs_and_lives_where_it_is_told() -> None:
+def test_pinned_module_runs_and_resides_on_its_device() -> None:
     plan = graphplan.plan(
         Tied().eval(), {0: "64KiB", 1: "64KiB", "cpu": "1MiB"}, (IDS,), pin={"blocks.2": 1, "embed": "cpu"}
     )
@@ -51,12 +51,12 @@ def test_a_pin_may_name_a_device_as_torch_does(name: Any) -> None:
 
 
 @pytest.mark.parametrize(("host", "name"), [("cpu", torch.device("cpu", 0)), ("cpu:0", "cpu")])
-def test_a_pin_may_name_the_cpu_in_another_way(host: str, name: Any) -> None:
+def test_pin_accepts_other_names_of_the_cpu(host: str, name: Any) -> None:
     plan = graphplan.plan(Tied().eval(), {0: "1MiB", host: "1MiB"}, (IDS,), pin={"blocks.1": name})
     assert plan.device_of("blocks.1") == host
 
 
-def test_a_pinned_parameter_lives_there_and_is_streamed() -> None:
+def test_pinned_parameter_resides_on_cpu_and_is_streamed() -> None:
     plan = graphplan.plan(
         Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), pin={"blocks.1.0.weight": "cpu"}
     )
@@ -67,7 +67,7 @@ def test_a_pinned_parameter_lives_there_and_is_streamed() -> None:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_of_pins_within_each_other_the_innermost_counts(order: int) -> None:
+def test_innermost_of_nested_pins_wins(order: int) -> None:
     pin: list[tuple[str, Any]] = [("", 0), ("blocks", 1), ("blocks.1", 0), ("blocks.1.0.weight", "cpu")]
     model, budgets = Tied().eval(), {0: "1MiB", 1: "1MiB", "cpu": "1MiB"}
     plan = graphplan.plan(model, budgets, (IDS,), pin=dict(pin[::order]))
@@ -98,7 +98,7 @@ class _Skips(nn.Module):
 
 @pytest.mark.parametrize("skips", [[False, True], [True, False]])
 @pytest.mark.parametrize("outer", ["", "linear"])
-def test_the_innermost_pin_counts_in_calls_that_do_not_run_it(outer: str, skips: list[bool]) -> None:
+def test_innermost_pin_wins_in_calls_without_its_module(outer: str, skips: list[bool]) -> None:
     model, x, pin = _Skips(), torch.ones(2, 8), {outer: 0, "linear.1": 1}
     with graphplan.simulate({0: "64KiB", 1: "64KiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x, skips[0]), pin=pin)
@@ -111,7 +111,7 @@ def test_the_innermost_pin_counts_in_calls_that_do_not_run_it(outer: str, skips:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_weight_of_two_modules_lives_where_it_is_pinned_itself(order: int) -> None:
+def test_pin_of_shared_weight_overrides_pins_of_modules(order: int) -> None:
     pin: list[tuple[str, Any]] = [("embed", 0), ("head", 1), ("head.weight", 1), ("", 0)]
     budgets = {0: "1MiB", 1: "1MiB", "cpu": "1MiB"}
     plan = graphplan.plan(Tied().eval(), budgets, (IDS,), pin=dict(pin[::order]))
@@ -119,7 +119,7 @@ def test_a_weight_of_two_modules_lives_where_it_is_pinned_itself(order: int) -> 
     assert (plan.device_of("embed"), plan.device_of("head")) == (0, 1)
 
 
-def test_a_pin_of_the_whole_model_leaves_caches_with_their_layers() -> None:
+def test_pin_of_whole_model_keeps_caches_with_their_layers() -> None:
     model, ids = build("gpt2").eval(), torch.arange(4)[None]
     with graphplan.simulate({0: "8MiB", 1: "8MiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(
@@ -143,7 +143,7 @@ def test_pinned_models_run() -> None:
         assert largest_difference(run_placed(machine, placed, (IDS,)), model(IDS)) < 1e-5
 
 
-def test_a_first_and_last_pin_leave_the_middle_to_the_planner() -> None:
+def test_unpinned_layers_between_pins_are_placed_freely() -> None:
     devices = placed_chain({0: 30 * KIB, 1: 30 * KIB}, pin={"v0": 1, "v5": 1})
     assert (devices["v0"], devices["v5"]) == (1, 1)
 
@@ -158,7 +158,7 @@ def test_groups_are_not_split() -> None:
         plan.device_of(block)  # one device, or an error
 
 
-def test_without_offload_the_cpu_is_no_way_out() -> None:
+def test_offload_false_does_not_use_the_cpu() -> None:
     budgets = {0: 10 * KIB, "cpu": 1 << 20}
     assert set(placed_chain(budgets).values()) == {0, "cpu"}
     with pytest.raises(graphplan.InfeasibleError) as caught:
@@ -166,7 +166,7 @@ def test_without_offload_the_cpu_is_no_way_out() -> None:
     assert set(placed_chain({**budgets, **caught.value.needed}, offload=False).values()) == {0}
 
 
-def test_without_offload_there_must_be_an_accelerator() -> None:
+def test_offload_false_without_accelerator_raises() -> None:
     with pytest.raises(graphplan.PlanError, match="max_memory names none"):
         placed_chain({"cpu": 1 << 20}, offload=False)
 
@@ -178,21 +178,21 @@ def test_without_cpu_compute_weights_are_streamed() -> None:
     assert "cpu" in found.schedule.assignment.weights.values()
 
 
-def test_balance_spreads_what_would_fit_one_device() -> None:
+def test_balance_spreads_a_model_that_fits_one_device() -> None:
     budgets = {0: 1 << 20, 1: 1 << 20, 2: 1 << 20}
     assert set(placed_chain(budgets).values()) == {0}
     devices = placed_chain(budgets, balance=True)
     assert [list(devices.values()).count(key) for key in budgets] == [2, 2, 2]
 
 
-def test_a_balance_on_one_accelerator_asks_for_nothing() -> None:
+def test_balance_on_one_accelerator_has_no_effect() -> None:
     problem = Problem(chain(6), read_max_memory({0: 1 << 20, "cpu": 1 << 20}), "cpu")
     plain, balanced = place(problem), place(constrain(problem, Constraints(balance=True)))
     assert balanced.bound.seconds == plain.bound.seconds
     assert balanced.evaluation.seconds == plain.evaluation.seconds
 
 
-def test_a_balance_that_cannot_be_is_warned_of() -> None:
+def test_impossible_balance_warns() -> None:
     with pytest.warns(UserWarning, match="even pieces"):
         devices = placed_chain({0: 10 * KIB, "cpu": 1 << 20}, balance=True)
     assert "cpu" in devices.values()
@@ -209,7 +209,7 @@ def test_a_reserve_is_left_free() -> None:
     assert graphplan.Plan.from_json(plan.to_json()) == plan
 
 
-def test_a_reserve_that_leaves_too_little_is_in_the_error() -> None:
+def test_infeasible_error_includes_the_reserve() -> None:
     # the peak lies between what is left and the whole budget
     budgets = {0: 30 * KIB, 1: 30 * KIB}
     with pytest.raises(graphplan.InfeasibleError) as caught:
@@ -243,7 +243,7 @@ def test_a_reserve_that_leaves_too_little_is_in_the_error() -> None:
         ({"reserve": -1}, "negative"),
     ],
 )
-def test_constraints_that_cannot_be(constraints: dict[str, Any], message: str) -> None:
+def test_invalid_constraints_raise(constraints: dict[str, Any], message: str) -> None:
     with pytest.raises(graphplan.GraphplanError, match=message):
         graphplan.plan(Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), **constraints)
 
@@ -262,12 +262,12 @@ def test_constraints_that_cannot_be(constraints: dict[str, Any], message: str) -
         ({"balance": 1}, "balance must be True or False, not 1"),
     ],
 )
-def test_constraints_of_another_form_are_refused(constraint: dict[str, Any], message: str) -> None:
+def test_malformed_constraints_raise(constraint: dict[str, Any], message: str) -> None:
     with pytest.raises(graphplan.InputError, match=message):
         graphplan.plan(Tied().eval(), {0: "64KiB", "cpu": "1MiB"}, (IDS,), **constraint)
 
 
-def test_what_one_operation_writes_must_be_together() -> None:
+def test_tensors_written_by_one_operation_share_a_device() -> None:
     names = ("mean", "variance")
     graph = Graph(
         [Operation("norm", "batch_norm", ("x", *names), ("y",), names)],
@@ -298,7 +298,7 @@ def beside_a_buffer(nbytes: int, **changes: Any) -> Problem:
     return constrain(replace(problem, **changes), Constraints())
 
 
-def test_what_reads_a_weight_larger_than_the_buffer_runs_elsewhere() -> None:
+def test_reader_of_weight_larger_than_buffer_runs_elsewhere() -> None:
     assert beside_a_buffer(63 * KIB).allowed == {"v2": {1, "cpu"}}
     assert beside_a_buffer(64 * KIB).allowed == {}
     assert beside_a_buffer(KIB).allowed == {"v1": {1, "cpu"}, "v2": {1, "cpu"}}
@@ -306,7 +306,7 @@ def test_what_reads_a_weight_larger_than_the_buffer_runs_elsewhere() -> None:
 
 
 @pytest.mark.full_search
-def test_a_call_from_an_accelerator_is_planned_as_well_as_one_from_the_cpu() -> None:
+def test_plan_quality_does_not_depend_on_input_device() -> None:
     # it was planned for inputs of twice the size, which have room on the CPU alone: 300 times as slow
     model = nn.Sequential(
         nn.Embedding(4096, 256), *(nn.Linear(256, 256, bias=False) for _ in range(24))
@@ -329,7 +329,7 @@ def slow_for_large_inputs() -> tuple[nn.Module, dict[Any, int], dict[Any, graphp
     return model, {0: 2 * MIB, "cpu": 64 * MIB}, speeds
 
 
-def test_calls_that_have_no_room_to_be_fast_are_told_of_once_and_share_a_plan() -> None:
+def test_slow_calls_without_room_warn_once_and_share_plan() -> None:
     model, budgets, speeds = slow_for_large_inputs()
     large = torch.randn(2200, 256)
     with torch.no_grad(), graphplan.simulate(budgets) as machine:
@@ -342,7 +342,7 @@ def test_calls_that_have_no_room_to_be_fast_are_told_of_once_and_share_a_plan() 
     assert len(placed.plans) == 2
 
 
-def test_room_for_a_call_is_beyond_all_budgets_and_buffers() -> None:
+def test_seconds_with_room_ignore_budgets_and_buffer_limits() -> None:
     model, budgets, speeds = slow_for_large_inputs()
     with torch.no_grad(), graphplan.simulate(budgets) as machine:
         placed = graphplan.partition(model, machine.max_memory, (torch.ones(15, 256),), devices=speeds)
@@ -355,7 +355,7 @@ def test_room_for_a_call_is_beyond_all_budgets_and_buffers() -> None:
     assert seconds_with_room(slow) == seconds_with_room(tight) < slow.makespan / 100
 
 
-def test_a_pinned_weight_says_nothing_of_what_more_memory_would_save() -> None:
+def test_pinned_weight_does_not_suppress_memory_advice() -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 512)).eval()
     speeds = {0: graphplan.Speed(1e14, 1e12, 4e-6), "cpu": graphplan.Speed(1e10, 1e10, 4e-6)}
     budgets, x = {0: 450 * KIB, "cpu": MIB}, torch.ones(64, 256)

@@ -84,7 +84,7 @@ def test_the_link_of_the_disk_is_known_by_each_name_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("blocks", [1.0, 1.3, 2.1])
-def test_what_has_no_room_to_stream_from_disk_is_computed_on_the_cpu(blocks: float) -> None:
+def test_tight_accelerator_budget_uses_the_disk(blocks: float) -> None:
     budgets = {0: int(blocks * BLOCK), "cpu": BLOCK // 2, "disk": 1 << 20}
     with graphplan.simulate({0: 1 << 20}):
         assert "disk" in graphplan.plan(Blocks(), budgets, (X,)).placement.values()
@@ -125,7 +125,7 @@ def test_weights_on_disk_are_computed_with(budgets: dict[Any, int], saved: Any) 
         assert graphplan.Plan.from_json(placed.plan.to_json()) == placed.plan
 
 
-def test_loads_say_that_they_come_from_disk(saved: Any) -> None:
+def test_loads_from_disk_name_the_disk(saved: Any) -> None:
     budgets = {0: 2 * BLOCK + ROOM, "cpu": 2 * BLOCK + ROOM, "disk": 1 << 20}
     with mapped(saved[1], budgets, cpu_compute=False) as (placed, _):
         loads = list(placed.plan.schedule.loads())
@@ -147,7 +147,7 @@ def test_segments_larger_than_a_buffer_pass_in_parts(saved: Any, monkeypatch: py
         assert max(sizes) <= 1536
 
 
-def test_the_disk_is_not_used_where_memory_holds_the_model(saved: Any) -> None:
+def test_disk_is_unused_if_memory_holds_the_model(saved: Any) -> None:
     model, path = saved
     with graphplan.simulate({0: 1 << 20, "cpu": 1 << 20}) as machine:
         budgets = {**machine.max_memory, "disk": 1 << 30}
@@ -157,7 +157,7 @@ def test_the_disk_is_not_used_where_memory_holds_the_model(saved: Any) -> None:
         assert largest_difference(placed(X), model(X)) < 1e-5
 
 
-def test_what_is_read_least_leaves_memory_first() -> None:
+def test_least_read_weights_move_to_disk_first() -> None:
     class Lookup(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -222,7 +222,7 @@ def disk_problem(weights: int, cpu: int, disk: int) -> Problem:
 
 @pytest.mark.full_search
 @pytest.mark.parametrize("cpu", [6144, pytest.param(8192, marks=pytest.mark.slow), 40000])
-def test_no_more_is_on_disk_than_must_be(cpu: int) -> None:
+def test_only_excess_weights_are_on_disk(cpu: int) -> None:
     problem = disk_problem(3, cpu, 1 << 20)
     solution = place_or_map(problem)
     assert solution.evaluation.feasible
@@ -240,7 +240,7 @@ def test_no_more_is_on_disk_than_must_be(cpu: int) -> None:
 
 
 @pytest.mark.parametrize("disk", [2048, 5000])
-def test_budgets_that_would_do_hold_whole_weights(disk: int) -> None:
+def test_sufficient_budgets_hold_whole_weights(disk: int) -> None:
     """A weight of 4096 bytes stays on disk as a whole, or not at all."""
     devices = (
         DeviceSpec("cpu", "cpu", 4096, 1e9, 1e9, 1e-6),
@@ -297,7 +297,7 @@ def check_random(graph: Graph, budgets: dict[Any, int], disk: int) -> None:
     assert found.evaluation.seconds == evaluate(problem, schedule.assignment).seconds
 
 
-def test_without_a_checkpoint_the_error_says_what_to_do() -> None:
+def test_error_without_checkpoint_explains_the_remedy() -> None:
     with (
         graphplan.simulate({0: 1 << 20}),
         pytest.raises(graphplan.InfeasibleError, match=r"checkpoint=path"),
@@ -307,7 +307,7 @@ def test_without_a_checkpoint_the_error_says_what_to_do() -> None:
     assert "disk" in plan.placement.values()
 
 
-def test_where_nothing_can_stay_on_disk_the_error_has_budgets_that_do() -> None:
+def test_error_without_mappable_weights_names_sufficient_budgets() -> None:
     budgets = {0: 2 * BLOCK, "cpu": 2 * BLOCK, "disk": 1 << 20}
     with graphplan.simulate({0: 1 << 20}):
         with pytest.raises(graphplan.InfeasibleError, match="These budgets suffice") as caught:
@@ -325,7 +325,7 @@ def test_weights_of_another_dtype_cannot_stay_on_disk(tmp_path: Path) -> None:
         graphplan.partition(meta(), {0: 2 * BLOCK + ROOM, "disk": 1 << 20}, (X,), checkpoint=str(tmp_path))
 
 
-def test_a_call_without_room_beside_placed_weights_does_not_ask_for_another_file(saved: Any) -> None:
+def test_infeasible_later_call_does_not_ask_for_checkpoint(saved: Any) -> None:
     with (
         mapped(saved[1], BUDGETS["without a CPU"]) as (placed, _),
         pytest.raises(graphplan.InfeasibleError, match="max_batch and max_length that cover them") as caught,
@@ -334,7 +334,7 @@ def test_a_call_without_room_beside_placed_weights_does_not_ask_for_another_file
     assert "in the model's dtype" not in str(caught.value)
 
 
-def test_infeasible_budgets_come_with_some_that_would_do(saved: Any) -> None:
+def test_infeasible_error_names_sufficient_budgets_with_disk(saved: Any) -> None:
     budgets = {0: 2048, "cpu": 1024, "disk": 1 << 20}
     with graphplan.simulate({0: 1 << 20}):
         with pytest.raises(graphplan.InfeasibleError) as caught:
@@ -343,7 +343,7 @@ def test_infeasible_budgets_come_with_some_that_would_do(saved: Any) -> None:
         assert largest_difference(placed(X), saved[0](X)) < 1e-5
 
 
-def test_a_file_that_is_cut_short_is_an_error_at_the_next_call(saved: Any) -> None:
+def test_truncated_file_raises_in_the_next_call(saved: Any) -> None:
     with mapped(saved[1], BUDGETS["without a CPU"]) as (placed, _):
         placed(X)
         os.truncate(saved[1], 2000)
@@ -351,7 +351,7 @@ def test_a_file_that_is_cut_short_is_an_error_at_the_next_call(saved: Any) -> No
             placed(X)
 
 
-def test_a_file_that_is_written_to_is_an_error_at_the_next_call(saved: Any) -> None:
+def test_modified_file_raises_in_the_next_call(saved: Any) -> None:
     with mapped(saved[1], BUDGETS["CPU only"]) as (placed, _):
         with saved[1].open("r+b") as file:
             file.seek(-4, os.SEEK_END)
@@ -361,7 +361,7 @@ def test_a_file_that_is_written_to_is_an_error_at_the_next_call(saved: Any) -> N
             placed(X)
 
 
-def test_a_file_that_is_deleted_or_replaced_is_kept(saved: Any) -> None:
+def test_deleted_or_replaced_file_stays_mapped(saved: Any) -> None:
     model, path = saved
     with mapped(path, BUDGETS["streamed and computed"]) as (placed, _):
         save_file(Blocks().state_dict(), path.with_name("new.safetensors"))

@@ -87,7 +87,7 @@ def offloads(solution: Solution) -> bool:
 
 @pytest.mark.parametrize("kind", SHARES)
 @pytest.mark.parametrize("seed", range(8))
-def test_both_ways_of_trying_everything_agree(seed: int, kind: str) -> None:
+def test_both_exhaustive_searches_agree(seed: int, kind: str) -> None:
     most = 4 if kind == "two and the CPU" else 6
     problem = draw_problem(seed, kind, ties=seed % 2 == 0, least=3, most=most)
     found = better(problem, np.inf, offload=False, anywhere=False)

@@ -16,7 +16,7 @@ LAYERS = 8
 
 
 def step(layers: int = LAYERS) -> Graph:
-    """A stack of layers with a weight and a gradient each, and what they save."""
+    """A stack of layers with a weight, a gradient and saved values each."""
     operations, values, last = [], [Value("x", MIB, MIB), Value("t", 64, 64)], "x"
     for i in range(layers):
         operations.append(Operation(f"a{i}", "mm", (last, f"w{i}"), (f"a{i}",), flops=10**9))
@@ -36,7 +36,7 @@ def step(layers: int = LAYERS) -> Graph:
     return Graph(operations, values, weights, ["x", "t"], [last])
 
 
-def test_each_operation_of_the_backward_pass_is_beside_its_own() -> None:
+def test_backward_operations_follow_their_forward_operations() -> None:
     graph = step()
     assert graph.trains
     assert folded_order(graph)[:4] == ["a0", "b0", "a1", "b1"]
@@ -45,12 +45,12 @@ def test_each_operation_of_the_backward_pass_is_beside_its_own() -> None:
     }
 
 
-def test_rules_that_differ_part_them() -> None:
+def test_backward_with_other_allowed_devices_is_not_folded() -> None:
     problem = Problem(step(), cards(2), CPU, allowed={"b0": frozenset({1})})
     assert frozenset({"a0", "b0"}) not in fold(problem).graph.together
 
 
-def test_a_stack_is_cut_once_and_its_backward_pass_at_the_same_layer() -> None:
+def test_backward_pass_is_cut_at_the_same_layer() -> None:
     # contiguous segments of the order in which it runs would have all weights of one pass elsewhere
     graph = step()
     topology = cards(2, memory=46 * MIB)
@@ -61,7 +61,7 @@ def test_a_stack_is_cut_once_and_its_backward_pass_at_the_same_layer() -> None:
     assert len(moved) <= 3
 
 
-def test_a_known_placement_that_parts_a_pass_from_its_backward_is_not_lost() -> None:
+def test_warm_start_with_split_backward_is_not_worsened() -> None:
     problem = Problem(step(5), cards(2, memory=57 * MIB // 2), CPU)
     known = place(problem).evaluation
     devices = known.assignment.operations

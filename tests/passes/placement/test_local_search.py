@@ -41,7 +41,7 @@ def starts(seeds: int, *, fits: bool | None = None) -> Iterator[tuple[Arrays, In
 
 
 def assert_consistent(search: LocalSearch) -> None:
-    """What the search says of its placement is so, and operations that share a device do."""
+    """Check the seconds and peaks of a search, and that colocated operations share a device."""
     arrays = search.arrays
     assert search.seconds == pytest.approx(arrays.seconds(search.devices, search.chosen), rel=1e-12)
     assert (search.peaks == arrays.peaks(search.devices, search.chosen)).all()
@@ -56,7 +56,7 @@ def shares_of(problems: int, least: int) -> pytest.MarkDecorator:
 
 
 @shares_of(120, 200)
-def test_a_move_costs_what_it_is_said_to(problems: int, least: int) -> None:
+def test_move_seconds_are_exact(problems: int, least: int) -> None:
     compared = 0
     for arrays, devices, chosen in starts(problems):
         search, draw = LocalSearch(arrays, devices, ample(), chosen), random.Random(compared)
@@ -77,7 +77,7 @@ def test_a_move_costs_what_it_is_said_to(problems: int, least: int) -> None:
 
 @shares_of(120, 200)
 def test_moves_without_room_for_their_weights_are_not_priced(problems: int, least: int) -> None:
-    """And what is left out for that exceeds a budget."""
+    """Each move that is left out for that exceeds a budget."""
     unplaced = 0
     for arrays, devices, chosen in starts(problems, fits=True):
         search = LocalSearch(arrays, devices, ample(), chosen)
@@ -116,7 +116,7 @@ def test_climbs_and_exchanges_never_take_longer_and_keep_the_budgets(
 
 
 @pytest.mark.parametrize("problems", [20, pytest.param(60, marks=pytest.mark.slow)])
-def test_nothing_is_left_to_gain_by_one_operation(problems: int) -> None:
+def test_climb_ends_in_a_local_optimum(problems: int) -> None:
     for arrays, devices, chosen in starts(problems, fits=True):
         search = LocalSearch(arrays, devices, ample(), chosen)
         search.climb()
@@ -149,7 +149,7 @@ def test_operations_exchange_full_cards() -> None:
     assert_consistent(search)
 
 
-def test_the_ends_of_a_unet_come_together() -> None:
+def test_unet_ends_share_a_device() -> None:
     """Its skips are longest between the ends; no segment holds both, and short exchanges do not join them."""
     graph = unet(4, 128, 128, 4, 2)
     cards = [replace(CARD, key=i, device=f"sim:{i}", memory=166_405_709) for i in range(4)]
@@ -159,7 +159,7 @@ def test_the_ends_of_a_unet_come_together() -> None:
 
 
 @shares_of(170, 40)
-def test_repair_ends_within_the_budgets_or_says_that_it_does_not(problems: int, least: int) -> None:
+def test_repair_reports_whether_budgets_are_kept(problems: int, least: int) -> None:
     repaired, tried = 0, 0
     for arrays, devices, chosen in starts(problems, fits=False):
         search = LocalSearch(arrays, devices, ample(), chosen)
@@ -175,7 +175,7 @@ def test_repair_ends_within_the_budgets_or_says_that_it_does_not(problems: int, 
     assert repaired >= tried / 4
 
 
-def test_repair_finds_room_where_there_is_some() -> None:
+def test_repair_finds_a_feasible_placement() -> None:
     graph = stack([MIB] * 20, 10**8)
     arrays = Arrays(Problem(graph, equal_cards(3, memory=8 * MIB, kind="sim"), CPU))
     search = LocalSearch(arrays, np.zeros(20, dtype=np.int64), ample())
@@ -185,7 +185,7 @@ def test_repair_finds_room_where_there_is_some() -> None:
     assert found.feasible
 
 
-def test_repair_lets_a_weight_reside_where_nobody_reads_it() -> None:
+def test_repair_places_weight_on_device_without_readers() -> None:
     """Two cards hold a weight each; the third has room for its operations and a copy of one at a time."""
     weights = [Weight("a", 4 * MIB), Weight("b", 4 * MIB)]
     operations = [
@@ -225,8 +225,8 @@ def test_balancing_moves_layers_to_the_emptier_card() -> None:
     assert (np.diff(search.devices) >= 0).all()  # still two segments
 
 
-def test_weights_that_nobody_reads_keep_their_room() -> None:
-    """What nobody reads fits the faster card alone; the other one has room for the rest."""
+def test_room_of_unread_weights_is_kept() -> None:
+    """The unread weights fit the faster GPU alone; the other one has room for the other weights."""
     plain = stack([MIB] * 8, 10**9)
     weights = [*plain.weights.values(), Weight("idle", 9 * MIB)]
     graph = Graph(plain.operations.values(), plain.values.values(), weights, ["x"], plain.outputs)
@@ -242,7 +242,7 @@ def test_weights_that_nobody_reads_keep_their_room() -> None:
     assert arrays.fits(search.devices, search.chosen)
 
 
-def test_it_ends_where_no_effort_is_left() -> None:
+def test_search_ends_without_effort() -> None:
     arrays = Arrays(Problem(stack([MIB] * 20), equal_cards(2, memory=12 * MIB, kind="sim"), CPU))
     begin = np.array([0, 1] * 10)
     whole, none = LocalSearch(arrays, begin, ample()), LocalSearch(arrays, begin, ample(1.0))

@@ -1,4 +1,4 @@
-"""The checks of random placements find what would make bounds false, if it were in the planner."""
+"""The checks of random placements detect defects that would make bounds false."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ SCALED: dict[str, Mutate] = {
 
 
 @pytest.mark.parametrize("which", SCALED)
-def test_a_bound_that_is_a_little_high_is_found(which: str, monkeypatch: Patch) -> None:
+def test_slightly_false_bound_is_detected(which: str, monkeypatch: Patch) -> None:
     problems = [(seed, random_instance(seed, TINY).problem) for seed in (6, 7, 9)]  # quick ones
     assert not [text for seed, problem in problems for text in violations(problem, place, seed, QUICK)]
     SCALED[which](monkeypatch)
@@ -145,9 +145,7 @@ CLASSES: dict[str, tuple[Mutate, Problem]] = {
 
 
 @pytest.mark.parametrize("ignored", CLASSES)
-def test_classes_that_ignore_what_tells_their_members_apart_are_found(
-    ignored: str, monkeypatch: Patch
-) -> None:
+def test_too_coarse_classes_are_detected(ignored: str, monkeypatch: Patch) -> None:
     mutate, problem = CLASSES[ignored]
     assert not violations(problem, place, effort=QUICK)
     mutate(monkeypatch)

@@ -78,7 +78,7 @@ SEEDS = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW_SEEDS else n for n
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_plan_is_the_best_there_is(seed: int, kind: str) -> None:
+def test_plan_equals_brute_force_optimum(seed: int, kind: str) -> None:
     graph = random_graph(seed, 5 if kind == "two and the CPU" else 7)
     problem = Problem(graph, read_max_memory(budgets_of(graph, kind, seed)), "cpu")
     expected = brute_force(problem)
@@ -117,7 +117,7 @@ def test_more_memory_never_costs_time(seed: int) -> None:
     assert times == sorted(times, reverse=True)
 
 
-def test_what_was_proven_is_said() -> None:
+def test_plan_names_its_proof() -> None:
     graph = random_graph(3, 6)
     size = int(graph.weight_bytes * 0.8) + 8192
     solution = place(Problem(graph, read_max_memory({0: size, 1: size, "cpu": 1 << 30}), "cpu"))

@@ -60,14 +60,14 @@ def blocks(count: int, *, quick: int | None = None) -> list[Any]:
 
 
 @pytest.mark.parametrize("seed", [102816, 103059, 120306])
-def test_models_that_only_read_sizes(seed: int) -> None:
+def test_models_that_only_read_sizes_are_placed(seed: int) -> None:
     problem = random_instance(seed, TINY).problem
     assert all(operation.host_only for operation in problem.graph.operations.values())
     assert not violations(problem, place, seed, Effort(2_000))
 
 
-def test_a_weight_that_nobody_reads_goes_where_its_allocation_fits() -> None:
-    """The roomiest device had none for the step by which CUDA's allocator grows: the bound was false."""
+def test_unread_weight_is_placed_where_its_allocation_fits() -> None:
+    """Regression: the roomiest device lacked a growth step of CUDA's allocator; the bound was false."""
     problem = random_instance(604509, TINY).problem
     assert not violations(problem, place, 604509, Effort(2_000))
 
@@ -79,7 +79,7 @@ def test_tiny_problems(block: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [112, pytest.param(148, marks=pytest.mark.slow)])
-def test_activations_that_fill_the_cards_are_spread(seed: int) -> None:
+def test_activations_that_fill_the_gpus_are_spread(seed: int) -> None:
     """A random walk finds placements that fit."""
     instance = random_instance(seed, MEDIUM)
     assert place(instance.problem).evaluation.feasible, instance
@@ -91,7 +91,7 @@ def test_streamed_placements_over_the_budgets_are_repaired() -> None:
     assert place(instance.problem).evaluation.feasible, instance
 
 
-def test_an_exact_search_is_not_made_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_search_is_not_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two operations that fit nowhere: a wider search would keep the same labels."""
     calls = Counter[int]()
 
@@ -106,7 +106,7 @@ def test_an_exact_search_is_not_made_wider(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_relaxation_bound_of_zero_divides_nothing() -> None:
+def test_zero_relaxation_bound_is_accepted() -> None:
     """Streamed labels that cost alike are ordered by bytes; how alike is a share of the bound."""
     instance = random_instance(424, MEDIUM)
     assert place(instance.problem).evaluation.feasible, instance
@@ -128,7 +128,7 @@ def needs_disk(problem: Problem) -> bool:
 
 @pytest.mark.parametrize("block", blocks(20, quick=2))
 def test_problems_with_a_disk(block: int) -> None:
-    """In 21 the disk's link is faster than the CPU's: a disk as fast as the CPU gave a false bound."""
+    """Regression (block 21, where the disk's link is faster than the CPU's): the bound was false."""
     wrong, size = [], 10
     for seed in range(block * size, (block + 1) * size):
         instance = random_instance(seed, WITH_DISK)
@@ -141,8 +141,8 @@ def test_problems_with_a_disk(block: int) -> None:
 
 @pytest.mark.full_search
 @pytest.mark.parametrize("seed", [41, pytest.param(94, marks=pytest.mark.slow)])
-def test_plans_with_a_disk_are_the_best_of_all(seed: int) -> None:
-    """They took 2.2 and 1.7 times as long where only what leaves memory was chosen, and nothing after it."""
+def test_plans_with_disk_equal_exhaustive_optimum(seed: int) -> None:
+    """Regression: without a climb after weights had moved to disk, plans took 2.2 and 1.7 times as long."""
     problem = with_disk(random_instance(seed, WITH_DISK))
     best = Space(problem, alone=False).best()
     assert best is not None
@@ -150,7 +150,7 @@ def test_plans_with_a_disk_are_the_best_of_all(seed: int) -> None:
 
 
 @pytest.mark.parametrize("block", blocks(4, quick=0))
-def test_what_must_be_read_from_disk_is_a_bound(block: int) -> None:
+def test_disk_read_bound_holds_for_all_placements(block: int) -> None:
     """Against every placement, also with weights that an earlier plan has left on disk."""
     compared, tight, size = 0, 0, 150
     for seed in range(block * size, (block + 1) * size):
@@ -174,7 +174,7 @@ def test_what_must_be_read_from_disk_is_a_bound(block: int) -> None:
 
 
 def one_card_and_the_cpu() -> Problem:
-    """Operations that are alike but for the weights that only they read; half of the large ones fit."""
+    """Operations that differ only in their own weights; half of the large ones fit."""
     large = {1: 1, 3: 1, 5: 1, 8: 1, 13: 2, 16: 1, 17: 1, 18: 2, 23: 1, 30: 1}
     operations, values, weights, last = [], [Value("x", 512, 512)], [], "x"
     for i in range(33):
@@ -211,7 +211,7 @@ def three_equal_cards() -> Problem:
 
 
 @pytest.mark.slow
-def test_operations_differ_by_the_weights_that_only_they_read() -> None:
+def test_operations_with_different_own_weights_are_placed_within_bound() -> None:
     problem = one_card_and_the_cpu()
     solution = place(problem)
     on_cpu = ("v13", "v18", "v23", "v30")  # what they read takes half of the large weights' bytes
@@ -225,7 +225,7 @@ def test_operations_differ_by_the_weights_that_only_they_read() -> None:
     assert not violations(problem, place, effort=Effort(steps=1000))
 
 
-def test_equal_cards_differ_by_the_links_among_them() -> None:
+def test_identical_gpus_with_unequal_links_are_placed_within_bound() -> None:
     problem = three_equal_cards()
     solution = place(problem)
     near = restrict(problem, dict.fromkeys(problem.graph.operations, frozenset({1, 2})))
@@ -253,7 +253,7 @@ def by_brute_force(problem: Problem) -> Solution:
 
 
 @pytest.mark.parametrize(("seeds", "least"), [(12, 3), pytest.param(40, 10, marks=pytest.mark.slow)])
-def test_nothing_is_wrong_with_the_best_of_all(seeds: int, least: int) -> None:
+def test_checks_accept_exhaustive_optimum(seeds: int, least: int) -> None:
     placed, effort = 0, Effort(placements=300, restricted=3, again=True)
     for seed in range(seeds):
         problem = random_instance(seed, TINY).problem
@@ -264,8 +264,8 @@ def test_nothing_is_wrong_with_the_best_of_all(seeds: int, least: int) -> None:
 
 
 @pytest.mark.parametrize(("seeds", "least"), [(20, 3), pytest.param(40, 6, marks=pytest.mark.slow)])
-def test_what_is_wrong_is_found(seeds: int, least: int) -> None:
-    """Plans that are made blindly and said to be the best, bounds that are a little high, refusals."""
+def test_checks_detect_wrong_plans_and_bounds(seeds: int, least: int) -> None:
+    """Arbitrary plans that claim to be optimal, bounds that are slightly too high, refusals."""
 
     def blind(problem: Problem) -> Solution:
         best = by_brute_force(problem)
@@ -298,7 +298,7 @@ def test_what_is_wrong_is_found(seeds: int, least: int) -> None:
 
 
 @pytest.mark.parametrize(("seeds", "least"), [(12, 3), pytest.param(40, 10, marks=pytest.mark.slow)])
-def test_two_ways_of_trying_everything_agree(seeds: int, least: int) -> None:
+def test_two_exhaustive_searches_agree(seeds: int, least: int) -> None:
     plain = Parameters((2, 6), cards=2, weights=1, special=0, grouped=0, pinned=0, kept=0)
     compared = 0
     for seed in range(seeds):
@@ -319,7 +319,7 @@ def test_two_ways_of_trying_everything_agree(seeds: int, least: int) -> None:
     assert compared > least
 
 
-def test_problems_are_made_from_their_seeds_alone() -> None:
+def test_problems_depend_only_on_their_seeds() -> None:
     for parameters in (TINY, MEDIUM):
         for seed in range(10):
             random.seed(seed + 1)
@@ -350,7 +350,7 @@ def test_problems_are_of_all_kinds() -> None:
     assert any(problem.host not in problem.topology for problem in problems)
 
 
-def test_a_solution_that_breaks_rules_is_found() -> None:
+def test_checks_detect_rule_violations() -> None:
     problem = three_equal_cards()
     solution = by_hand_on_one_and_two(problem)
     space = Space(problem, alone=True)

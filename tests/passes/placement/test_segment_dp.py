@@ -27,7 +27,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 def sim_cards(count: int, *others: DeviceSpec, memory: int = 1 << 30) -> Topology:
-    """Whose allocator takes what it is asked for."""
+    """GPUs whose allocator rounds nothing."""
     return equal_cards(count, *others, memory=memory, kind="sim")
 
 
@@ -129,7 +129,7 @@ def test_links_may_differ_by_direction() -> None:
     assert (devices[0], devices[-1]) == (1, 0)
 
 
-def test_the_ends_are_where_the_host_is_near() -> None:
+def test_first_and_last_segments_are_close_to_the_host() -> None:
     graph = stack([MIB] * 12, 10**8, activation=MIB // 4)
     links: dict[tuple[DeviceKey, DeviceKey], Link] = {(CPU, 0): Link(1e8, 0.0), (1, CPU): Link(1e8, 0.0)}
     links |= {(CPU, 1): Link(1e11, 0.0), (0, CPU): Link(1e11, 0.0)}
@@ -140,7 +140,7 @@ def test_the_ends_are_where_the_host_is_near() -> None:
 
 
 @pytest.mark.parametrize("cards", [2, 3])
-def test_a_tied_weight_is_at_home_at_both_ends(cards: int) -> None:
+def test_readers_of_tied_weight_share_a_device(cards: int) -> None:
     sizes = [8 * MIB, *[MIB] * 16]
     graph = stack([*sizes, 0], 10**8, activation=16 * KIB, head="w0")
     topology = sim_cards(cards, memory=14 * MIB if cards == 2 else 11 * MIB)
@@ -173,7 +173,7 @@ def test_the_longest_segment_is_as_short_as_can_be() -> None:
         assert min(longest(devices) for devices in found) == pytest.approx(best, rel=1e-6)
 
 
-def test_operations_that_share_a_device_are_not_parted() -> None:
+def test_colocated_operations_are_not_separated() -> None:
     graph = stack([MIB] * 12, 10**8).tied([("v4", "v7")])
     arrays = Arrays(Problem(graph, sim_cards(2, memory=8 * MIB), CPU))
     search = SegmentDP(arrays, ample())
@@ -183,7 +183,7 @@ def test_operations_that_share_a_device_are_not_parted() -> None:
             assert devices[4] == devices[7]
 
 
-def test_what_may_not_run_there_does_not() -> None:
+def test_segments_respect_allowed_devices() -> None:
     graph = stack([MIB] * 12, 10**8)
     allowed = {"v0": frozenset({1}), "v11": frozenset({0})}
     arrays = Arrays(Problem(graph, sim_cards(2, memory=8 * MIB), CPU, allowed=allowed))
@@ -193,7 +193,7 @@ def test_what_may_not_run_there_does_not() -> None:
     assert seconds < math.inf
 
 
-def test_the_excess_of_a_segment_is_what_it_streams() -> None:
+def test_excess_of_segment_equals_streamed_bytes() -> None:
     graph = stack([MIB] * 12, 10**8)
     arrays = Arrays(Problem(graph, sim_cards(1, HOST, memory=8 * MIB), CPU))
     search = SegmentDP(arrays, ample(), streaming=True)
@@ -225,7 +225,7 @@ def test_never_slower_than_first_fit(name: str) -> None:
     assert place(problem).evaluation.seconds <= min(found.seconds or math.inf for found in filled)
 
 
-def test_in_order_of_the_devices_all_cuts_are_affordable() -> None:
+def test_in_order_search_uses_all_cuts() -> None:
     problem = second_set(97)["97.15-stack-7"]().problem
     arrays, effort = Arrays(problem), Limits().work(len(problem.graph.operations))
     any_order, in_order = SegmentDP(arrays, effort), SegmentDP(arrays, effort, in_order=True)
@@ -249,8 +249,8 @@ def with_caches(graph: Graph, nbytes: int) -> Graph:
 
 
 @pytest.mark.parametrize("kind", ["sim", "cuda"])
-def test_what_a_segment_needs_is_what_the_evaluator_counts(kind: str) -> None:
-    """Caches that stay to the end, and what an allocator adds to a storage of weights."""
+def test_segment_needs_equal_the_evaluators_bytes(kind: str) -> None:
+    """Caches that stay to the end, and the bytes that an allocator adds to a storage of weights."""
     graph = with_caches(stack([300 * KIB] * 12, 10**8), 100 * KIB)
     for memory in range(2 * MIB, 6 * MIB, 256 * KIB):
         arrays = Arrays(Problem(graph, equal_cards(3, memory=memory, kind=kind), CPU))
@@ -260,7 +260,7 @@ def test_what_a_segment_needs_is_what_the_evaluator_counts(kind: str) -> None:
             assert best_segments(arrays) == math.inf, memory
 
 
-def test_a_storage_alone_is_what_several_would_be() -> None:
+def test_resident_alone_equals_resident_of_one_storage() -> None:
     sizes = np.array([0, 512, MIB, MIB + 512, 9 * MIB, 10 * MIB, 11 * MIB, 11 * MIB + 512, 64 * MIB])
     for kind in ("sim:0", "cuda:0"):
         spec = DeviceSpec(0, kind, 1 << 30, 1e12, 1e11, 4e-6)
@@ -268,6 +268,6 @@ def test_a_storage_alone_is_what_several_would_be() -> None:
         assert found == [spec.resident([nbytes]) for nbytes in sizes.tolist()]
 
 
-def test_a_small_effort_does_not_refuse_what_fits() -> None:
+def test_small_effort_finds_fitting_placement() -> None:
     problem = second_set(97)["97.15-stack-7"]().problem
     assert place(problem, Limits(effort=1e-3, proves=False)).evaluation.feasible

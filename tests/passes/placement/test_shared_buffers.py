@@ -42,14 +42,14 @@ def test_every_call_counts_the_largest_prefetch_buffer() -> None:
     assert found[1].seconds == alone.seconds
 
 
-def test_a_call_that_streams_nothing_counts_the_prefetch_buffer_too() -> None:
+def test_call_without_streaming_counts_shared_prefetch_buffer() -> None:
     resident = Assignment(dict.fromkeys(LARGE.operations, 0), dict.fromkeys(LARGE.weights, 0))
     problems = [problem(SMALL, 1 << 20), problem(LARGE, 1 << 20)]
     found = evaluate_together(problems, [streaming(SMALL, 2), resident])
     assert prefetch_buffers(found) == [(2, 2 * SLOT), (0, 2 * SLOT)]
 
 
-def test_slots_are_given_up_where_another_call_has_no_room_for_them() -> None:
+def test_slots_are_removed_if_another_call_lacks_room() -> None:
     budget = 2 * 40 * KIB + 2 * SLOT  # two activations at once, and two slots
     problems = [problem(SMALL, budget), problem(LARGE, budget)]
     assert evaluate(problems[0], streaming(SMALL, 4)).feasible
@@ -58,7 +58,7 @@ def test_slots_are_given_up_where_another_call_has_no_room_for_them() -> None:
     assert prefetch_buffers(found) == [(2, 2 * SLOT), (1, 2 * SLOT)]
 
 
-def test_what_fits_in_no_way_says_by_how_much() -> None:
+def test_infeasible_joint_evaluation_has_excess() -> None:
     budget = 2 * 40 * KIB + SLOT - 512
     problems = [problem(SMALL, budget), problem(LARGE, budget)]
     found = fit_together(problems, [streaming(SMALL, 4), streaming(LARGE, 3)])
@@ -66,7 +66,7 @@ def test_what_fits_in_no_way_says_by_how_much() -> None:
     assert [one.excess for one in found] == [{}, {0: 512}]
 
 
-def test_a_prefetch_buffer_may_grow_into_what_the_others_leave() -> None:
+def test_prefetch_buffer_grows_into_free_bytes_of_other_calls() -> None:
     budget = 2 * 40 * KIB + 3 * SLOT
     other = evaluate(problem(LARGE, budget), streaming(LARGE, 1))
     limited = with_limited_buffers(problem(SMALL, budget), [other])

@@ -35,7 +35,7 @@ BIG = topology(d0=1 << 30, d1=1 << 30, cpu=1 << 30)
 
 
 def streamed(graph: Graph, slots: int | None = None, on: Topology = BIG, **devices: Any) -> Schedule:
-    """All operations on 0, but for those that are named; all weights on the CPU."""
+    """All operations on 0 except the named ones; all weights on the CPU."""
     operations = {name: devices.get(name, 0) for name in graph.operations}
     counts = {} if slots is None else {0: slots, 1: slots}
     assignment = Assignment(operations, dict.fromkeys(graph.weights, "cpu"), counts)
@@ -65,7 +65,7 @@ def test_two_slots_let_one_copy_run_ahead() -> None:
     ]
 
 
-def test_predecessors_are_those_of_the_call_before_where_a_slot_is_first_loaded() -> None:
+def test_first_segment_of_slot_follows_its_last_segment() -> None:
     (buffer,) = streamed(chain(5), 2).prefetch_buffers
     assert [s.slot for s in buffer.segments] == [0, 1, 0, 1, 0]
     assert [s.previous for s in buffer.segments] == [4, 3, 0, 1, 2]
@@ -80,14 +80,14 @@ def sized(*sizes: int) -> Graph:
     return Graph(plain.operations.values(), plain.values.values(), weights, ["x"], plain.outputs)
 
 
-def test_slots_are_as_large_as_what_comes_into_them() -> None:
+def test_slots_are_as_large_as_their_largest_segment() -> None:
     large = 64 * KIB
     (buffer,) = streamed(sized(large, 20 * KIB, large, 20 * KIB), 2).prefetch_buffers
     assert buffer.slots == (large, 20 * KIB)
     assert buffer.nbytes == 84 * KIB
 
 
-def test_small_neighbours_are_copied_together_but_no_slot_grows_for_it() -> None:
+def test_small_neighbours_share_a_copy_without_larger_slots() -> None:
     slow = topology(Link(1e9, 1e-3), d0=1 << 30, cpu=1 << 30)  # a copy of up to 4 MB is small
     (buffer,) = streamed(sized(1 << 20, 512, 100, 512, 1 << 20), 2, slow).prefetch_buffers
     assert [s.weights for s in buffer.segments] == [("w0",), ("w1", "w2", "w3"), ("w4",)]
@@ -120,8 +120,8 @@ def test_readers_far_apart_have_a_copy_each() -> None:
     assert [s.weights for s in far.segments] == [("w0",), ("w1",), ("w2",), ("w0",)]
 
 
-def test_weights_are_copied_together_where_they_lie_together() -> None:
-    """A weight has one place in host memory: beside those of its first copy."""
+def test_adjacent_weights_share_a_copy() -> None:
+    """A weight has one place in host memory: next to those of its first copy."""
     reads = [
         ("x", "w0", "w1"),
         ("v0", "w2", "w3"),
@@ -146,7 +146,7 @@ def test_a_view_holds_the_slot() -> None:
     assert lines.index("release 0 on 0") > lines.index("run v3 on 0")
 
 
-def test_a_view_that_is_moved_holds_the_slot_until_then() -> None:
+def test_moved_view_holds_the_slot_until_the_move() -> None:
     graph = with_reads([("w0",), ("x", "w1"), ("v1", "v0")], views=(0,))
     lines = str(streamed(graph, 2, v2=1)).splitlines()
     moved = next(i for i, line in enumerate(lines) if line.startswith("move v0: 0 -> 1"))
@@ -154,7 +154,7 @@ def test_a_view_that_is_moved_holds_the_slot_until_then() -> None:
 
 
 @pytest.mark.parametrize("keep", ["returned", "written"])
-def test_what_escapes_the_call_is_not_streamed(keep: str) -> None:
+def test_written_or_returned_weight_view_is_not_streamed(keep: str) -> None:
     values = [Value("x", KIB, KIB), Value("v0", 0, KIB, "w0"), Value("v1", KIB, KIB)]
     mutates = ("v0",) if keep == "written" else ()
     operations = [
@@ -201,7 +201,7 @@ def test_compute_hides_behind_copies() -> None:
     assert timeline.seconds == pytest.approx(copies + (last.end - last.start) + LATENCY + 1024e-9)
 
 
-def test_one_slot_overlaps_nothing_but_the_reads_before() -> None:
+def test_single_slot_overlaps_only_earlier_reads() -> None:
     graph = chain(3, weight=1 << 20)
     timeline = make_timeline(graph, BIG, streamed(graph, 1))
     loads = [event for event in timeline.events if event.kind == "load"]
@@ -218,7 +218,7 @@ def test_more_slots_never_cost_time() -> None:
     assert times[0] > times[-1]
 
 
-def test_one_slot_is_taken_where_two_do_not_fit() -> None:
+def test_single_slot_is_used_if_two_do_not_fit() -> None:
     graph = chain(4)
     problem = Problem(graph, topology(d0=4096 + 2 * KIB, cpu=1 << 30), "cpu")
     found = evaluate(problem, assign_weights(problem, dict.fromkeys(graph.operations, 0), graph.weights))
@@ -226,7 +226,7 @@ def test_one_slot_is_taken_where_two_do_not_fit() -> None:
     assert len(found.schedule.prefetch_buffers[0].slots) == 1
 
 
-def test_streaming_every_second_weight_is_not_faster_than_the_plan() -> None:
+def test_plan_is_not_slower_than_streaming_alternate_weights() -> None:
     weight = 1 << 20
     graph = chain(60, weight=weight, flops=5 * 10**10)  # a copy takes twice as long
     room = 30 * weight + 3 * weight + 4 * KIB  # thirty stay, two slots, and what the allocator may add
@@ -238,7 +238,7 @@ def test_streaming_every_second_weight_is_not_faster_than_the_plan() -> None:
     assert found.bound.seconds <= found.evaluation.seconds <= even.seconds * (1 + 1e-9)
 
 
-def test_a_table_of_which_few_rows_are_read_is_not_streamed() -> None:
+def test_table_with_few_read_rows_is_not_streamed() -> None:
     blocks = chain(4, weight=1 << 20)
     operations = [
         Operation("v", "embedding", ("x", "table"), ("v",), (), 0, 2 * KIB),
@@ -277,7 +277,7 @@ def test_a_plan_with_streams_is_read_back() -> None:
 
 
 def test_prefetch_buffers_keep_their_numbers() -> None:
-    """The code that was made for a plan has them, whatever other calls take later on devices before."""
+    """Generated code contains them, whatever other calls allocate later on earlier devices."""
     graph = chain(5)
     problem = Problem(graph, topology(d0=20 * KIB, d1=20 * KIB, cpu=1 << 30), "cpu")
     found = evaluate(problem, assign_weights(problem, dict.fromkeys(graph.operations, 1), graph.weights))
@@ -290,7 +290,7 @@ def prefetch_bytes(schedule: Schedule) -> list[int]:
     return [segment.nbytes for buffer in schedule.prefetch_buffers for segment in buffer.segments]
 
 
-def test_the_prefetch_buffer_of_other_calls_is_counted_and_not_outgrown() -> None:
+def test_prefetch_buffer_of_other_calls_is_counted_and_kept() -> None:
     graph = chain(3)
     here = Problem(graph, BIG, "cpu", prefetch_bytes={0: 64 * KIB})
     found = evaluate(here, assign_weights(here, dict.fromkeys(graph.operations, 0)))

@@ -1,4 +1,4 @@
-"""Which segments save less."""
+"""The choice of segments that save less."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def test_the_cheapest_bytes_are_freed_first_and_equal_segments_evenly() -> None:
     assert cheapest(items, 5) == Savings(fully=tuple(item.path for item in CHEAP), offloaded=("head",))
 
 
-def test_of_steps_of_one_price_the_last_counts() -> None:
+def test_last_of_equally_priced_steps_counts() -> None:
     """Rounding may put the later of two steps first."""
     items = [Item("layer", "selectively", 100, 1.0 + 1e-12), Item("layer", "fully", 100, 1.0)]
     assert cheapest(items, 2) == Savings(fully=("layer",))
 
 
-def test_enough_segments_free_the_bytes_that_are_asked_for() -> None:
+def test_count_to_free_reaches_the_requested_bytes() -> None:
     items = [DEAR, *CHEAP]
     assert [count_to_free(items, nbytes) for nbytes in (-1, 0, 1, 100, 101, 500, 501)] == [
         0,

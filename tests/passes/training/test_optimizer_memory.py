@@ -1,4 +1,4 @@
-"""What optimizers take for a step, on devices where they may change all parameters at once."""
+"""Memory of an optimizer step, on devices where it may update all parameters at once."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Loops(torch.optim.Optimizer):
         (Loops, 0),
     ],
 )
-def test_only_what_changes_all_at_once_takes_a_part_for_each(optimizer: Any, at_once: int) -> None:
+def test_only_foreach_optimizers_have_together_bytes(optimizer: Any, at_once: int) -> None:
     found = optimizer_memory({"w": torch.empty(256, 256)}, optimizer, None)["w"]
     assert found.together == at_once
     assert found.step > at_once
 
 
-def test_a_loop_takes_what_its_largest_parameter_takes_on_a_gpu_too() -> None:
+def test_optimizer_loop_needs_workspace_of_largest_parameter() -> None:
     model, x = nn.Linear(256, 256, bias=False), torch.randn(1, 256)
     plan = graphplan.plan(model, {0: "1GiB"}, (x,), train=True, optimizer=Loops)
     assert plan.topology[0].type == "cuda"
@@ -62,12 +62,12 @@ def test_a_loop_takes_what_its_largest_parameter_takes_on_a_gpu_too() -> None:
         (partial(torch.optim.AdamW, fused=True), 7),
     ],
 )
-def test_bytes_that_a_step_reads_and_writes(optimizer: Any, accesses: int) -> None:
+def test_optimizer_step_traffic_is_measured(optimizer: Any, accesses: int) -> None:
     found = optimizer_memory({"w": torch.empty(256, 256)}, optimizer, None)["w"]
     assert SIZE * accesses <= found.traffic <= SIZE * accesses + 64
 
 
-def test_seconds_of_the_optimizer_are_those_of_the_device_of_each_parameter() -> None:
+def test_optimizer_seconds_depend_on_device_of_each_parameter() -> None:
     model, x = (
         nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)),
         torch.randn(1, 256),

@@ -1,4 +1,4 @@
-"""What is computed again, selectively and as a whole."""
+"""Nodes that are recomputed, selectively and as a whole."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Step:
         return SimpleNamespace(graph=self.graph)
 
 
-def test_selectively_no_product_is_computed_again() -> None:
+def test_selective_recomputation_repeats_no_matrix_product() -> None:
     step = Step()
     mm = step.add(aten.mm.default, step.x, step.w)
     gelu = step.add(aten.gelu.default, mm)
@@ -49,8 +49,8 @@ def test_selectively_no_product_is_computed_again() -> None:
     assert (set(saved), again) == ({mm, view, flat}, {mm, gelu, view, flat})
 
 
-def test_selectively_only_what_is_saved_is_read() -> None:
-    """The product before the sum is not kept: to have it again would take a product."""
+def test_selective_recomputation_reads_only_saved_values() -> None:
+    """The product before the sum is not saved: recomputing it would take a product."""
     step = Step()
     mm = step.add(aten.mm.default, step.x, step.w)
     added = step.add(aten.add.Tensor, mm, step.x)
@@ -62,7 +62,7 @@ def test_selectively_only_what_is_saved_is_read() -> None:
     assert again == {normed.args[0], normed, mean, rstd}
 
 
-def test_selectively_what_another_layer_makes_is_read_only_where_it_is_saved() -> None:
+def test_selective_recomputation_reads_other_layers_values_only_if_saved() -> None:
     step = Step()
     kept, gone = (step.add(aten.mm.default, step.x, step.w, path="before") for _ in range(2))
     one, other = step.add(aten.relu.default, kept), step.add(aten.relu.default, gone)
@@ -73,7 +73,7 @@ def test_selectively_what_another_layer_makes_is_read_only_where_it_is_saved() -
     assert again == {one}
 
 
-def test_the_backward_pass_reads_what_is_computed_again() -> None:
+def test_backward_pass_reads_recomputed_values() -> None:
     step = Step()
     mm = step.add(aten.mm.default, step.x, step.w)
     gelu = step.add(aten.gelu.default, mm)
@@ -85,8 +85,8 @@ def test_the_backward_pass_reads_what_is_computed_again() -> None:
     assert reader.args == ([mm, copy],)
 
 
-def test_what_one_layer_computes_again_does_not_depend_on_the_others() -> None:
-    """A plan names its layers: what is repeated of each is found from the step as it was traced."""
+def test_recomputed_nodes_do_not_depend_on_other_layers() -> None:
+    """A plan names its layers; the nodes to repeat are found in the step as traced."""
     step = Step()
     gone = step.add(aten.mm.default, step.x, step.w, path="before")
     one = step.add(aten.relu.default, gone, path="one")

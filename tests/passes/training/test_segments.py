@@ -1,4 +1,4 @@
-"""What a training step may compute again."""
+"""Nodes that a training step may recompute."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ aten = torch.ops.aten
     ("view", "arguments"),
     [("view.default", ([-1],)), ("diagonal.default", ()), ("unsafe_split.Tensor", (1,))],
 )
-def test_what_reads_something_that_is_written_to_later_is_not_repeated(
-    view: str, arguments: tuple[Any, ...]
-) -> None:
+def test_readers_of_later_written_values_are_not_repeatable(view: str, arguments: tuple[Any, ...]) -> None:
     graph = fx.Graph()
     x, buffer = graph.placeholder("x"), graph.placeholder("buffer")
 

@@ -1,4 +1,4 @@
-"""What the planner says of its plans: bounds are never false, time limits and budgets are kept."""
+"""Bounds of plans are valid; time limits and budgets are kept."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_the_same_input_gives_the_same_plan() -> None:
     assert first == second
 
 
-def test_the_bound_of_a_plan_with_shared_weights_where_nothing_runs_is_not_false() -> None:
+def test_bound_holds_with_shared_weights_on_idle_devices() -> None:
     # device 0 holds one shared weight at a time beside its own, device 1 all of them and no operation
     values, operations, last = [Value("x", 5 * MIB, 5 * MIB)], [], "x"
     weights = [*(f"shared{i}" for i in range(8) for _ in range(2)), "own"]
@@ -204,7 +204,7 @@ def test_the_bound_of_a_plan_with_shared_weights_where_nothing_runs_is_not_false
 
 
 @pytest.mark.parametrize("share", [1.3, 0.7])
-def test_a_time_limit_cuts_the_search_and_not_the_truth(share: float) -> None:
+def test_bound_holds_under_a_time_limit(share: float) -> None:
     problem = mixed(layers(40), share)
     whole = place(problem)
     for seconds in (0.01, 0.5):
@@ -215,7 +215,7 @@ def test_a_time_limit_cuts_the_search_and_not_the_truth(share: float) -> None:
 
 
 @pytest.mark.parametrize("share", [1.3, 0.7])
-def test_after_the_time_limit_no_relaxation_is_made(share: float) -> None:
+def test_no_relaxation_after_the_time_limit(share: float) -> None:
     problem, over = mixed(layers(40), share), Limits(deadline=time.monotonic())
     for hasty in (place(problem, over), *place_jointly([Call(problem, Constraints(), 1.0)] * 2, over)):
         assert "least seconds of each operation" in hasty.bound.text
@@ -224,7 +224,7 @@ def test_after_the_time_limit_no_relaxation_is_made(share: float) -> None:
 
 
 def test_a_time_limit_begins_with_the_default_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search of more effort from the start found slower placements."""
+    """Regression: a search with more effort from the start found slower placements."""
     problem, efforts = random_instance(5001, MEDIUM).problem, list[float]()
     default, attempt = place(problem), driver.attempt
     higher = replace(default.bound, seconds=(default.bound.seconds + default.evaluation.seconds) / 2)
@@ -261,7 +261,7 @@ def test_a_search_without_a_choice_ends() -> None:
     assert placed == {name: i % 2 for i, name in enumerate(graph.operations)}
 
 
-def test_devices_take_turns_where_streams_are_what_takes_time() -> None:
+def test_streaming_devices_compute_in_round_robin() -> None:
     """Each accelerator computes while the other streams, which no contiguous placement lets them do."""
     graph = layers(24, 8 << 20, kinds=1)
     topology = read_max_memory({0: 60 << 20, 1: 60 << 20, "cpu": 1 << 34})

@@ -54,7 +54,7 @@ def returns_weights(arrays: Arrays) -> bool:
     return bool(((returned >= arrays.values) & (arrays.fixed[returned] < 0)).any())
 
 
-def test_states_that_are_relaxed_only_lower_the_bound() -> None:
+def test_relaxed_states_only_lower_the_bound() -> None:
     lower = 0
     for arrays in resident_problems(TINY, 120, most=10**5):
         exact = without_budgets(arrays)
@@ -83,7 +83,7 @@ def test_exchangeable_devices_come_into_use_in_order() -> None:
     assert able(frontier, states[1], 2) == [0, 1, 2]
 
 
-def test_devices_that_differ_come_in_any_order() -> None:
+def test_different_devices_are_used_in_any_order() -> None:
     topology = equal_cards(2, HOST)
     topology = replace(topology, links={(0, CPU): Link(1e9, 0.0)})
     frontier = Frontier(Arrays(Problem(stack([MIB] * 4), topology, CPU)))
@@ -124,21 +124,21 @@ def test_a_shared_weight_is_a_variable_before_its_first_reader() -> None:
     assert [step.nbytes for step in frontier.steps] == [MIB, MIB, MIB, 0, MIB, MIB, 0]
     first = Frontier(arrays, first=0)
     assert [step.variable for step in first.steps] == [6, 0, 1, 2, 3, 4, 5]
-    settled = first.with_first(0)  # as good as the other card
-    found = shortest(settled, make_stages(settled, ample()))
+    fixed = first.with_first_home(0)  # as good as the other card
+    found = shortest(fixed, make_stages(fixed, ample()))
     assert found == pytest.approx(without_budgets(arrays), rel=1e-12)
 
 
-def test_a_home_that_is_settled_is_kept() -> None:
+def test_frontier_with_first_home_keeps_the_home() -> None:
     mixed = equal_cards(2)
     mixed = replace(mixed, devices=(mixed.devices[0], replace(mixed.devices[1], flops=5e11)))
     arrays = Arrays(Problem(stack([MIB] * 5 + [0], 10**8, head="w0"), mixed, CPU))
     frontier = Frontier(arrays, first=0)
     found = []
     for home in (0, 1):
-        settled = frontier.with_first(home)
-        found.append(shortest(settled, make_stages(settled, ample())))
-        assert able(settled, settled.start(), 0) == [home]
+        fixed = frontier.with_first_home(home)
+        found.append(shortest(fixed, make_stages(fixed, ample())))
+        assert able(fixed, fixed.start(), 0) == [home]
     item = arrays.shared[0]
     chosen = np.full(len(arrays.names), -1)
     chosen[item] = 0
@@ -147,7 +147,7 @@ def test_a_home_that_is_settled_is_kept() -> None:
     assert min(found) == pytest.approx(best_of_all(arrays, budgets=False), rel=1e-12)
 
 
-def test_layers_that_repeat_themselves_share_their_stages() -> None:
+def test_equal_layers_share_their_stages() -> None:
     frontier = Frontier(Arrays(Problem(stack([MIB] * 100), equal_cards(4), CPU)))
     stages = make_stages(frontier, ample())
     assert len(stages) == 100

@@ -64,7 +64,7 @@ def light_problems(seeds: int) -> list[Arrays]:
     return found
 
 
-def test_it_is_exact_where_no_label_is_dropped() -> None:
+def test_label_search_is_exact_without_dropped_labels() -> None:
     """But for values, that take up to a page each."""
     compared, equal = 0, 0
     for arrays in light_problems(120):
@@ -88,7 +88,7 @@ def test_it_is_exact_where_no_label_is_dropped() -> None:
     assert equal >= 0.9 * compared
 
 
-def test_completions_say_how_long_they_take() -> None:
+def test_completion_seconds_are_exact() -> None:
     for arrays in light_problems(60):
         relaxation = relax(arrays)
         if not relaxation.possible:
@@ -125,7 +125,7 @@ def test_the_bound_is_not_above_the_best_placement(count: int) -> None:
                     assert min(search(relaxation, width).bound, 1e3) <= best * TIGHT
 
 
-def test_what_cannot_beat_a_known_placement_is_dropped() -> None:
+def test_labels_slower_than_the_incumbent_are_pruned() -> None:
     for arrays in light_problems(60):
         relaxation = relax(arrays)
         whole = search(relaxation, WIDE) if relaxation.possible else None
@@ -154,7 +154,7 @@ def test_a_margin_leaves_room() -> None:
 
 
 @pytest.mark.parametrize("visits", [2e5, 1e6])
-def test_a_search_as_wide_as_its_effort_allows_is_finished(visits: float) -> None:
+def test_search_of_max_width_finishes(visits: float) -> None:
     tried = 0
     for arrays in resident_problems(TINY, 40):
         relaxation = relax(arrays)
@@ -167,7 +167,7 @@ def test_a_search_as_wide_as_its_effort_allows_is_finished(visits: float) -> Non
     assert tried > 10
 
 
-def test_it_ends_where_no_effort_is_left() -> None:
+def test_search_ends_without_effort() -> None:
     arrays = Arrays(Problem(stack([MIB] * 12), equal_cards(2, memory=9 * MIB, kind="sim"), CPU))
     relaxation, effort = relax(arrays), ample(1.0)
     found = search_labels(relaxation, WIDE, 1e3, effort)

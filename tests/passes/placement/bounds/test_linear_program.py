@@ -73,19 +73,19 @@ def test_the_bound_of_a_linear_program_is_its_optimum_at_most(seed: int) -> None
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_duals_of_the_right_signs_prove_a_bound(seed: int) -> None:
+def test_any_duals_of_valid_sign_prove_a_bound(seed: int) -> None:
     made, draw = Made(seed, integer=False), np.random.default_rng(seed)
     made.program.freeze()
     optimum, low, high = made.relaxed(), np.array(made.program.low), np.array(made.program.high)
     cost = np.zeros(len(low))
     cost[made.z] = 1.0
     for _ in range(50):
-        less = -draw.exponential(1.0, len(made.program._than)) * (draw.random(len(made.program._than)) < 0.7)
-        same = draw.normal(size=len(made.program._as))
-        assert made.program._proven(cost, less, same, low, high) <= optimum
+        y_ub = -draw.exponential(1.0, len(made.program._b_ub)) * (draw.random(len(made.program._b_ub)) < 0.7)
+        y_eq = draw.normal(size=len(made.program._b_eq))
+        assert made.program._proven(cost, y_ub, y_eq, low, high) <= optimum
 
 
-def test_duals_that_are_wrong_prove_less_and_nothing_false(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_duals_prove_only_weaker_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(*args: Any, **kwargs: Any) -> Any:
         found = linprog(*args, **kwargs)
         if found.status == 0:
@@ -109,7 +109,7 @@ def test_an_infeasible_program_has_no_solution() -> None:
     assert program.solve(z, np.zeros(2), np.array([1.0, 10.0]), Effort(1e9)) is None
 
 
-def test_a_program_that_only_highs_calls_infeasible_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infeasibility_claimed_only_by_highs_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def lying(*args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ def test_a_program_that_only_highs_calls_infeasible_is_left_open(monkeypatch: py
 
 
 @pytest.mark.parametrize("status", [1, 3, 4])
-def test_where_highs_gives_up_nothing_is_known(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bound_is_open_if_highs_gives_up(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given_up = SimpleNamespace(status=status, nit=1, x=None)
     monkeypatch.setattr(linear_program, "linprog", lambda *_, **__: given_up)
     made = Made(1, integer=True)
@@ -133,7 +133,7 @@ def test_where_highs_gives_up_nothing_is_known(status: int, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_branch_and_bound_finds_the_best_of_all_sets(seed: int) -> None:
+def test_branch_and_bound_equals_exhaustive_search(seed: int) -> None:
     made = Made(seed, integer=True)
     best = made.best()
     with steered(linear_program, milp_nodes=10**6):
@@ -146,13 +146,13 @@ def test_branch_and_bound_finds_the_best_of_all_sets(seed: int) -> None:
 
 
 @pytest.mark.parametrize("visits", [1.0, 1e5])
-def test_less_effort_proves_less_and_nothing_false(visits: float) -> None:
+def test_less_effort_proves_only_weaker_bounds(visits: float) -> None:
     for seed in range(20):
         made = Made(seed, integer=True)
         assert branch_and_bound(made.program, made.z, 1e6, ample(visits)) <= made.best()
 
 
-def test_a_bound_that_is_enough_is_not_raised() -> None:
+def test_bound_is_not_raised_beyond_the_target() -> None:
     made = Made(3, integer=True)
     root = made.solve()
     assert root is not None
@@ -161,7 +161,7 @@ def test_a_bound_that_is_enough_is_not_raised() -> None:
     assert effort.total - effort.visits < 50_000
 
 
-def test_a_program_that_is_too_large_for_the_effort_is_left_open() -> None:
+def test_program_too_large_for_the_effort_is_not_solved() -> None:
     program = LinearProgram()
     z = program.variable(10.0)
     program.at_least([(z, 1.0)], 2.0)

@@ -1,4 +1,4 @@
-"""The integer program over operation classes: no bound above any placement, no two mixed ones in a class."""
+"""The integer program over operation classes: its bound exceeds no placement, and classes are pure."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_bound_is_not_above_the_best_placement(count: int) -> None:
     assert tight >= compared / 2
 
 
-def test_with_streaming_too_nothing_else_is_below() -> None:
+def test_streaming_bound_holds_for_resident_placements() -> None:
     """A placement without the CPU is one with it."""
     for arrays in resident_problems(TINY, 60, most=500):
         best = best_of_all(arrays)
@@ -89,7 +89,7 @@ SIZES = {"tiny": (TINY, 60, 150), "medium": (MEDIUM, 6, 40)}
 
 
 @pytest.mark.parametrize("size", [pytest.param("tiny", marks=pytest.mark.slow), "medium"])
-def test_no_random_placement_with_streaming_is_below(size: str) -> None:
+def test_streaming_bound_holds_for_random_placements(size: str) -> None:
     parameters, seeds, tries = SIZES[size]
     compared = 0
     for seed in range(seeds):
@@ -124,7 +124,7 @@ def two_weights(*sizes: tuple[int, int]) -> Graph:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_operations_that_differ_in_one_own_weight_are_of_two_classes(streaming: bool) -> None:
+def test_operations_with_different_own_weights_get_two_classes(streaming: bool) -> None:
     topology = equal_cards(2, HOST)
 
     def count(*sizes: tuple[int, int]) -> int:
@@ -140,7 +140,7 @@ def test_operations_that_differ_in_one_own_weight_are_of_two_classes(streaming: 
     assert count((6 * KIB, 6 * KIB), (4 * KIB, 8 * KIB)) == 2  # as many bytes
 
 
-def test_what_tells_operations_apart_parts_their_classes() -> None:
+def test_operations_with_different_properties_get_different_classes() -> None:
     sizes = [MIB] * 8
     plain = stack(sizes)
     problem = Problem(plain, equal_cards(2, HOST), CPU)
@@ -176,7 +176,7 @@ def test_a_stack_that_fits_exactly_is_bounded_exactly() -> None:
     assert best - 2 * copies <= found <= best * TIGHT
 
 
-def test_what_is_streamed_takes_as_long_as_its_copies() -> None:
+def test_bound_includes_the_copies_of_streamed_weights() -> None:
     graph = stack([4 * MIB] * 24, 10**7)
     card = equal_cards(1, kind="sim").devices[0]
     for held in (4, 8, 16):
@@ -209,7 +209,7 @@ def test_more_devices_or_memory_never_raise_the_bound(seeds: range) -> None:
         assert all(later <= before * 1.001 for before, later in itertools.pairwise(bounds))
 
 
-def test_equal_cards_are_counted_together_and_unequal_links_are_not() -> None:
+def test_identical_gpus_are_grouped_unless_links_differ() -> None:
     """Where the program would be large otherwise."""
     graph = stack([MIB] * 30, 10**8)
 
@@ -224,7 +224,7 @@ def test_equal_cards_are_counted_together_and_unequal_links_are_not() -> None:
     assert groups(replace(equal_cards(8), links=near)) == [[0, 1], list(range(2, 8))]
 
 
-def test_places_of_several_devices_prove_nothing_false() -> None:
+def test_bound_over_device_groups_holds() -> None:
     for arrays in resident_problems(TINY, 80, most=1000):
         best = best_of_all(arrays)
         if best < math.inf:
@@ -234,7 +234,7 @@ def test_places_of_several_devices_prove_nothing_false() -> None:
 
 @pytest.mark.parametrize("nbytes", [MIB, 0])
 @pytest.mark.parametrize("readers", [1, 2])
-def test_what_training_keeps_beside_a_weight_is_not_streamed_with_it(readers: int, nbytes: int) -> None:
+def test_streamed_weight_excludes_gradient_and_optimizer_state(readers: int, nbytes: int) -> None:
     """A slot and a copy are of the weight alone: with its gradient and state, it would not fit the card."""
     weight = Weight("w", nbytes, beside=(MIB, 2 * MIB))
     names = ["x", *(f"v{i}" for i in range(readers))]

@@ -1,4 +1,4 @@
-"""The Lagrangian relaxation: its bound holds at whatever prices, equal for devices of a class."""
+"""The Lagrangian relaxation: its bound holds at any prices, which are equal within a device class."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_price_gives_a_bound() -> None:
             assert bound <= best * TIGHT
 
 
-def test_the_slope_is_the_change_of_the_bound_at_most() -> None:
+def test_slope_is_a_supergradient_of_the_bound() -> None:
     """The bound is concave in the prices, so that a cutting plane is never below it."""
     draw = np.random.default_rng(2)
     for arrays in resident_problems(TINY, 40, most=1000):
@@ -74,7 +74,7 @@ def test_the_slope_is_the_change_of_the_bound_at_most() -> None:
                 assert other <= bound + slope @ step + 1e-12
 
 
-def test_a_higher_bound_is_found_where_memory_is_short() -> None:
+def test_short_memory_raises_the_bound() -> None:
     fast, slow = equal_cards(2, memory=5 * MIB + 4096, kind="sim").devices
     slow = replace(slow, flops=1e11)
     arrays = Arrays(Problem(stack([MIB] * 10, 10**9), Topology((fast, slow)), CPU))
@@ -87,8 +87,8 @@ def test_a_higher_bound_is_found_where_memory_is_short() -> None:
     assert found.prices.per_byte[1] == 0
 
 
-def test_a_byte_may_be_worth_more_than_a_forward_pass() -> None:
-    """Nearly all of the fast card is taken by what must be there; two operations compete for the rest."""
+def test_price_of_a_byte_may_exceed_a_forward_pass() -> None:
+    """A pinned operation takes nearly all of the fast GPU; two operations compete for the remaining bytes."""
     graph = stack([60 * MIB, MIB, MIB], [1, 10**9, 10**9])
     fast, slow = equal_cards(2, memory=61 * MIB + 4096, kind="sim").devices
     topology = Topology((fast, replace(slow, flops=1e11)))
@@ -98,7 +98,7 @@ def test_a_byte_may_be_worth_more_than_a_forward_pass() -> None:
     assert found.prices.per_byte[0] * 61 * MIB > best
 
 
-def test_the_cost_to_the_end_is_that_of_the_bound() -> None:
+def test_cost_to_go_of_start_equals_the_bound() -> None:
     for arrays in resident_problems(TINY, 40, most=1000):
         found = improved(arrays)
         if not found.possible or not found.bound:
@@ -134,7 +134,7 @@ def test_weights_that_cannot_fit_leave_no_placement_possible() -> None:
     assert crowded.bound == math.inf
 
 
-def test_streaming_costs_what_is_copied_at_least() -> None:
+def test_streaming_bound_includes_copied_bytes() -> None:
     graph = stack([4 * MIB] * 12, 10**6)
     topology = equal_cards(1, HOST, memory=20 * MIB, kind="sim")
     topology = replace(topology, devices=(topology.devices[0], replace(HOST, flops=1e6)))

@@ -1,4 +1,4 @@
-"""Devices are exchangeable only where nothing tells them apart."""
+"""Devices are exchangeable only if no property distinguishes them."""
 
 from __future__ import annotations
 
@@ -75,22 +75,22 @@ DIFFERENCES = {
 }
 
 
-def test_equal_cards_are_one_class() -> None:
+def test_identical_gpus_are_one_class() -> None:
     assert classes(problem()) == [[0, 1], [2], [CPU]]
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_each_difference_parts_two_cards(difference: str) -> None:
+def test_each_difference_separates_two_gpus(difference: str) -> None:
     assert classes(DIFFERENCES[difference](problem())) == [[0], [1], [2], [CPU]]
 
 
-def test_what_holds_for_both_parts_nothing() -> None:
+def test_properties_shared_by_both_devices_keep_one_class() -> None:
     both = linked((0, 2), (1, 2), (0, CPU), (1, CPU))(problem())
     both = replace(both, prefetch_bytes={0: 4096, 1: 4096}, allowed={"v1": frozenset({0, 1})})
     assert classes(both) == [[0, 1], [2], [CPU]]
 
 
-def test_two_near_pairs_are_two_classes() -> None:
+def test_two_linked_pairs_are_two_classes() -> None:
     near = {(0, 1): OTHER, (2, 3): OTHER}
     four = Problem(chain(4), replace(equal_cards(4), links=near), CPU)
     assert classes(four) == [[0, 1], [2, 3]]

@@ -1,4 +1,4 @@
-"""Coarser macro-operations: what they tie together."""
+"""Coarser macro-operations: the operations that they tie together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def layers(count: int, *, casts: bool) -> Graph:
 
 
 @pytest.mark.parametrize("casts", [False, True])
-def test_a_view_of_a_weight_and_what_casts_it_go_with_what_reads_them(casts: bool) -> None:
+def test_views_and_casts_of_weights_join_their_readers(casts: bool) -> None:
     """Alone they take little time on the CPU, and then a copy that is as large as the weight."""
     topology = Topology((CARD, HOST), {}, Link(5e9, 1e-5))
     tied = coarsen(Arrays(Problem(layers(40, casts=casts), topology, CPU)))

@@ -1,4 +1,4 @@
-"""Accelerators in turn: how the order is shared out, what goes to the CPU, and what that gains."""
+"""Round robin over accelerators: shares of the order, operations on the CPU, and the gain."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def on_cards(graph: Graph, *mib: float, allowed: dict[str, frozenset[DeviceKey]]
     return Problem(graph, Topology((*cards, HOST), {}, Link(5e9, 1e-5)), CPU, allowed=allowed or {})
 
 
-def test_the_order_is_shared_out_from_its_end() -> None:
+def test_round_robin_starts_at_the_end() -> None:
     found = _deficit_round_robin(np.ones(12), np.array([2.0, 1.0]))
     assert "".join(map(str, found)) == "100100100100"
 
@@ -35,7 +35,7 @@ def test_the_order_is_shared_out_from_its_end() -> None:
     st.lists(st.floats(0.0, 100.0), min_size=1, max_size=50),
     st.lists(st.floats(1.0, 20.0), min_size=1, max_size=4),
 )
-def test_nobody_has_more_than_its_share_and_a_turn(sizes: list[float], quantum: list[float]) -> None:
+def test_round_robin_exceeds_shares_by_at_most_one_turn(sizes: list[float], quantum: list[float]) -> None:
     nbytes = np.array(sizes)
     found = _deficit_round_robin(nbytes, np.array(quantum))
     has = np.array([nbytes[found == one].sum() for one in range(len(quantum))])
@@ -44,7 +44,7 @@ def test_nobody_has_more_than_its_share_and_a_turn(sizes: list[float], quantum: 
     assert (turns <= turns.min() + 1.0 + slack + slack[turns.argmin()]).all()
 
 
-def test_an_operation_that_is_pinned_runs_where_it_may() -> None:
+def test_round_robin_respects_pins() -> None:
     pins = {"v3": frozenset({1}), "v4": frozenset({CPU}), "v5": frozenset({0})}
     problem = on_cards(stack([MIB] * 8), 2, 2, allowed=pins)
     arrays = Arrays(problem)
@@ -52,7 +52,7 @@ def test_an_operation_that_is_pinned_runs_where_it_may() -> None:
     assert {name: devices[name] for name in pins} == {"v3": 1, "v4": CPU, "v5": 0}
 
 
-def test_the_cpu_looks_up_in_a_large_table_and_the_cards_compute() -> None:
+def test_cpu_gathers_from_large_table_and_gpus_compute() -> None:
     graph = stack([16 * MIB, *[MIB] * 12], [1, *[10**9] * 12])
     arrays = Arrays(on_cards(graph, 6, 6))
     devices = list(arrays.named(arrays.expand(round_robin(arrays, 2))).values())
@@ -60,7 +60,7 @@ def test_the_cpu_looks_up_in_a_large_table_and_the_cards_compute() -> None:
     assert set(devices[1:]) == {0, 1}
 
 
-def test_two_cards_that_stream_take_little_longer_than_their_work() -> None:
+def test_two_streaming_gpus_overlap_copies_and_compute() -> None:
     """Where one after the other computes its half, one link is idle, and they take 1.23 times that."""
     sizes = [MIB // 4, MIB // 16, MIB // 16, MIB // 4, MIB, MIB, MIB] * 32
     problem = on_cards(stack(sizes, [50 * one for one in sizes]), *[0.3 * sum(sizes) / MIB] * 2)

@@ -1,4 +1,4 @@
-"""Weights in CPU memory: what has no room otherwise is streamed, whoever reads it and however large it is."""
+"""Weights without room elsewhere are streamed from CPU memory, whatever their readers and sizes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def tied_parts(count: int = 4) -> Graph:
 
 
 @pytest.mark.parametrize("mib", [2.5, *(pytest.param(mib, marks=pytest.mark.slow) for mib in (3.5, 1.1))])
-def test_weights_that_several_operations_read_are_streamed_where_they_have_no_room(mib: float) -> None:
+def test_shared_weights_without_room_are_streamed(mib: float) -> None:
     graph = tied_parts()
     problem = one_card(graph, mib, cpu_computes=False)
     by_hand = on_card(problem, *graph.weights)
@@ -66,7 +66,7 @@ def test_weights_that_several_operations_read_are_streamed_where_they_have_no_ro
     assert found.bound.seconds <= found.evaluation.seconds <= by_hand.seconds * TIGHT
 
 
-def test_a_weight_that_takes_most_of_the_card_is_streamed_where_that_is_faster() -> None:
+def test_plan_is_not_slower_than_streaming_large_weights() -> None:
     sizes = [MIB, 8 * MIB, MIB, MIB, 8 * MIB, MIB]
     problem = one_card(stack(sizes, 10**9), 9.1)
     by_hand = on_card(problem, *problem.graph.weights)  # through one slot, of the largest
@@ -84,11 +84,13 @@ def layers_and_head(share: float, head: int) -> tuple[Problem, list[str]]:
 
 
 @pytest.mark.parametrize("share", [pytest.param(0.7, marks=pytest.mark.slow), 0.8])
-def test_a_large_weight_at_the_end_keeps_its_place(share: float) -> None:
-    """It would take a slot of its size: small ones, through which more of the others go, are faster."""
+def test_plan_is_not_slower_with_large_last_weight_resident(share: float) -> None:
+    """Streaming it would need a slot of its size: small slots, through which other weights go, are faster."""
     problem, large = layers_and_head(share, 9)
-    lacking = sum(one.nbytes for one in problem.graph.weights.values()) - problem.topology[0].room + 2.1 * MIB
-    count = -int(-lacking // MIB)
+    deficit = (
+        sum(weight.nbytes for weight in problem.graph.weights.values()) - problem.topology[0].room + 2.1 * MIB
+    )
+    count = -int(-deficit // MIB)
     by_hand = on_card(problem, *(large[i * len(large) // count] for i in range(count)))
     assert by_hand.feasible
     found = place(problem)
@@ -96,7 +98,7 @@ def test_a_large_weight_at_the_end_keeps_its_place(share: float) -> None:
 
 
 @pytest.mark.parametrize("aware", [True, False])
-def test_labels_keep_room_for_what_no_slot_takes(aware: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_keep_room_for_weights_larger_than_slots(aware: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     problem, _ = layers_and_head(0.8, 40)
     allowed = {name: frozenset[DeviceKey]({0}) for name in problem.graph.operations}
     search = StreamedSearch(replace(problem, allowed=allowed), Limits().work(1000))
@@ -107,14 +109,14 @@ def test_labels_keep_room_for_what_no_slot_takes(aware: bool, monkeypatch: pytes
     assert bool(completions) == aware
 
 
-def test_what_fits_is_not_streamed() -> None:
+def test_fitting_weights_are_not_streamed() -> None:
     problem = one_card(stack([MIB] * 8), 8.5)
     found = place(problem).evaluation
     assert {*found.assignment.operations.values(), *found.assignment.weights.values()} == {0}
 
 
 @pytest.mark.parametrize("mib", [4.2, *(pytest.param(mib, marks=pytest.mark.slow) for mib in (2.2, 8.2))])
-def test_a_stack_takes_as_long_as_its_copies_or_its_work(mib: float) -> None:
+def test_streamed_stack_takes_its_copies_or_its_compute(mib: float) -> None:
     graph = stack([MIB] * 24, 2 * 10**8)
     problem = one_card(graph, mib, cpu_computes=False)
     found = place(problem)
@@ -125,7 +127,7 @@ def test_a_stack_takes_as_long_as_its_copies_or_its_work(mib: float) -> None:
     assert found.evaluation.seconds >= max(copied, float(sum(problem.clock(problem.topology[0]).values())))
 
 
-def test_where_nothing_is_streamed_the_cpu_computes() -> None:
+def test_cpu_computes_if_nothing_is_streamed() -> None:
     graph = stack([MIB] * 8)
     problem = replace(one_card(graph, 4.2), streaming=False)
     found = place(problem).evaluation
@@ -138,8 +140,8 @@ def everything_on(problem: Problem, key: DeviceKey) -> Assignment:
     return assign_weights(problem, dict.fromkeys(problem.graph.operations, key))
 
 
-def test_copies_of_a_weight_that_two_cards_read_take_room_there() -> None:
-    """Each of two weights, of which one fits a card, has two readers: those go together."""
+def test_copies_of_weight_read_on_two_gpus_take_room() -> None:
+    """Each of two weights, of which a GPU holds one, has two readers, which run on one GPU."""
     weights = [Weight("a", 32 << 10), Weight("b", 32 << 10)]
     reads = [("x", "a"), ("v0",), ("v1", "a"), ("v2", "b"), ("v3",), ("v4", "b")]
     values = [Value(name, 512, 512) for name in ("x", *(f"v{i}" for i in range(6)))]
@@ -153,8 +155,8 @@ def test_copies_of_a_weight_that_two_cards_read_take_room_there() -> None:
     assert found.bound.seconds <= found.evaluation.seconds
 
 
-def test_head_room_that_nobody_lacks_parts_no_operations() -> None:
-    """An operation that reads only what it writes goes with the others, not to an idle card."""
+def test_unneeded_head_room_separates_no_operations() -> None:
+    """An operation that reads only the tensor it writes runs with the others, not on an idle GPU."""
     plain = stack([MIB] * 4)
     count = Operation("count", "add_", ("steps",), (), ("steps",), 0, 8)
     weights = [*plain.weights.values(), Weight("steps", 8, ("steps",), "buffer", mutated=True)]
@@ -165,7 +167,7 @@ def test_head_room_that_nobody_lacks_parts_no_operations() -> None:
 
 
 @pytest.mark.parametrize("pinned", [{}, {"w0": CPU}])
-def test_a_weight_that_nobody_reads_goes_to_a_card_where_the_cpu_has_no_room(
+def test_unread_weight_moves_to_gpu_if_cpu_is_full(
     pinned: dict[str, DeviceKey],
 ) -> None:
     """A tower that this call does not use, larger than CPU memory; the card has room for it."""
@@ -179,7 +181,7 @@ def test_a_weight_that_nobody_reads_goes_to_a_card_where_the_cpu_has_no_room(
     assert place(problem).evaluation.assignment.weights["tower"] == CPU
 
 
-def test_a_start_over_many_unlike_cards_is_no_slower_than_a_map_by_modules() -> None:
+def test_first_placement_over_mixed_gpus_beats_module_map() -> None:
     """A U-Net over eight cards and the CPU: accelerate's map takes 20.4 ms, segments in any order 21.8."""
     problem = second_set(331)["331.08-unet-8-cpu"]().problem
     search = StreamedSearch(problem, Limits().work(len(problem.graph.operations)))
@@ -187,8 +189,8 @@ def test_a_start_over_many_unlike_cards_is_no_slower_than_a_map_by_modules() -> 
     assert search.seconds < 0.0203
 
 
-def test_a_card_that_holds_nothing_takes_no_time() -> None:
-    """It has no room for prefetch buffers, which do not become smaller on the other one for that."""
+def test_gpu_without_memory_does_not_slow_the_plan() -> None:
+    """It has no room for prefetch buffers; those of the other GPU do not become smaller for that."""
     graph = t5(4, 512, 1024, 8000, 128, 64)
     card = replace(CARD, device="sim:0", memory=graph.weight_bytes * 3 // 10)
     alone = Problem(graph, Topology((card, HOST), {}, Link(5e9, 1e-5)), CPU)
@@ -197,7 +199,7 @@ def test_a_card_that_holds_nothing_takes_no_time() -> None:
     assert place(both).evaluation.seconds <= 1.02 * place(alone).evaluation.seconds
 
 
-def test_unlike_cards_that_hold_a_model_stream_what_the_slower_one_would_compute() -> None:
+def test_mixed_gpus_stream_weights_to_the_faster_one() -> None:
     graph = stack([MIB] * 8, 10**10)
     cards = [replace(CARD, key=key, device=f"sim:{key}", memory=6 * MIB) for key in range(2)]
     link, slow = Link(25e9, 1e-5), replace(cards[1], flops=CARD.flops / 100)
@@ -216,7 +218,7 @@ def test_unlike_cards_that_hold_a_model_stream_what_the_slower_one_would_compute
     assert like.bound.scope is Scope.WITHOUT_OFFLOAD
 
 
-def test_no_bound_but_the_least_is_of_weights_that_another_accelerator_keeps() -> None:
+def test_weights_kept_on_other_accelerator_get_least_bound() -> None:
     """Other calls over the same weights may leave them there: no search streams them from it."""
     graph = stack([MIB] * 4, 10**8)
     problem = Problem(graph, equal_cards(2, HOST, kind="sim"), CPU)
@@ -232,7 +234,7 @@ def test_no_bound_but_the_least_is_of_weights_that_another_accelerator_keeps() -
     assert holds_for(Scope.SEARCHED, fixed, kept)
 
 
-def test_weights_that_several_calls_read_are_not_streamed_to_a_faster_card() -> None:
+def test_weights_of_several_calls_stay_off_faster_gpu() -> None:
     graph = stack([MIB] * 8, 10**10)
     cards = [replace(CARD, key=key, device=f"sim:{key}", memory=6 * MIB) for key in range(2)]
     devices = (cards[0], replace(cards[1], flops=CARD.flops / 100), HOST)
@@ -242,7 +244,7 @@ def test_weights_that_several_calls_read_are_not_streamed_to_a_faster_card() -> 
         assert not place(replace(alone, further_calls=False)).evaluation.schedule.prefetch_buffers
 
 
-def test_a_placement_with_a_large_gap_is_searched_for_again() -> None:
+def test_placement_with_large_gap_is_searched_twice() -> None:
     problem = random_instance(5038, MEDIUM).problem
     limits = Limits(effort=0.1)
     once = attempt(problem, limits, None)
@@ -254,8 +256,8 @@ def test_a_placement_with_a_large_gap_is_searched_for_again() -> None:
     assert settled.evaluation.seconds == once.evaluation.seconds
 
 
-def test_what_takes_too_many_seconds_is_refused_without_its_bytes() -> None:
-    """No slot fewer, and no weight that nobody reads elsewhere, would make it faster."""
+def test_too_slow_placement_is_rejected_without_measuring_memory() -> None:
+    """Neither fewer slots nor another home of an unread weight would make the placement faster."""
     refused = 0
     for seed in range(300):
         draw, problem = random.Random(seed), random_instance(seed, MEDIUM).problem
@@ -276,7 +278,7 @@ def test_what_takes_too_many_seconds_is_refused_without_its_bytes() -> None:
     assert refused > 100
 
 
-def test_no_other_hills_are_climbed_from_a_placement_at_the_bound() -> None:
+def test_local_search_stops_at_the_bound() -> None:
     problem = one_card(stack([MIB] * 6), 4.0)
     arrays, start = Arrays(problem), on_card(problem, *problem.graph.weights)
     best = climb_streamed(arrays, start, Effort(1e7))
