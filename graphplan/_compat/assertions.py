@@ -45,49 +45,55 @@ def _true_for(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def truth_that_passes(frame: FrameType) -> bool | None:
     """Return the truth value that makes the frame's current assertion hold; None if it is at no assertion."""
-    code, places = _instructions(frame.f_code)
-    at = max(index for offset, index in places.items() if offset <= frame.f_lasti)  # may be in its cache
-    while code[at].opname in _TO_BOOL or code[at].argrepr.startswith(_COMPARE_TO_BOOL):
-        at += 1
-    return _truth_of(code, places, at)
+    code, indices = _instructions(frame.f_code)
+    index = max(i for offset, i in indices.items() if offset <= frame.f_lasti)  # f_lasti may be in its cache
+    while code[index].opname in _TO_BOOL or code[index].argrepr.startswith(_COMPARE_TO_BOOL):
+        index += 1
+    return _truth_of(code, indices, index)
 
 
 @lru_cache(maxsize=64)
 def _instructions(code: CodeType) -> tuple[Sequence[dis.Instruction], Mapping[int, int]]:
-    """Return a function's instructions, and offset -> index; cached because a loop asks each round."""
+    """Return a function's instructions, and offset -> index; cached for loops."""
     instructions = list(dis.get_instructions(code))
     return instructions, {one.offset: index for index, one in enumerate(instructions)}
 
 
-def _truth_of(code: Sequence[dis.Instruction], places: Mapping[int, int], at: int) -> bool | None:
-    name = code[at].opname
+def _truth_of(code: Sequence[dis.Instruction], indices: Mapping[int, int], index: int) -> bool | None:
+    name = code[index].opname
     if not (name.startswith("POP_JUMP") and name.endswith(("IF_TRUE", "IF_FALSE"))):
         return None
     jumps = name.endswith("IF_TRUE")  # the truth value on which it jumps
-    jumped, stayed = (_raises(code, places, one) for one in (places[code[at].argval], at + 1))
-    if jumped != stayed:
-        return jumps is stayed
-    after = at + 1  # a or b: the test of b comes next, and jumps past the assertion to the same place
-    while not code[after].opname.startswith((*_NO_CONDITION, "POP_JUMP")):
-        after += 1
-    if _truth_of(code, places, after) is None:
+    jump_raises, next_raises = (
+        _raises(code, indices, target) for target in (indices[code[index].argval], index + 1)
+    )
+    if jump_raises != next_raises:
+        return jumps is next_raises
+    following = index + 1  # a or b: the test of b comes next, and jumps past the assertion to the same place
+    while not code[following].opname.startswith((*_NO_CONDITION, "POP_JUMP")):
+        following += 1
+    if _truth_of(code, indices, following) is None:
         return None
-    return jumps if _is_same_code(code, *(places[code[one].argval] for one in (at, after))) else None
+    return (
+        jumps
+        if _is_same_code(code, *(indices[code[target].argval] for target in (index, following)))
+        else None
+    )
 
 
-def _is_same_code(code: Sequence[dis.Instruction], one: int, other: int) -> bool:
-    """Whether two places run the same code: Python duplicates the end of a function or loop body."""
-    while one != other:
-        name = code[one].opname
-        if (name, code[one].argval) != (code[other].opname, code[other].argval):
+def _is_same_code(code: Sequence[dis.Instruction], first: int, second: int) -> bool:
+    """Whether the code after two indices is the same: Python duplicates the end of a function or loop."""
+    while first != second:
+        name = code[first].opname
+        if (name, code[first].argval) != (code[second].opname, code[second].argval):
             return False
         if name.startswith(("RETURN", "JUMP")):
             return True
-        one, other = one + 1, other + 1
+        first, second = first + 1, second + 1
     return True
 
 
-def _raises(code: Sequence[dis.Instruction], places: Mapping[int, int], at: int) -> bool:
-    while code[at].opname in _BEFORE_RAISE or code[at].opname == "JUMP_FORWARD":
-        at = places[code[at].argval] if code[at].opname == "JUMP_FORWARD" else at + 1
-    return code[at].opname in _LOAD_ERROR and code[at].argrepr in ("", "AssertionError")
+def _raises(code: Sequence[dis.Instruction], indices: Mapping[int, int], index: int) -> bool:
+    while code[index].opname in _BEFORE_RAISE or code[index].opname == "JUMP_FORWARD":
+        index = indices[code[index].argval] if code[index].opname == "JUMP_FORWARD" else index + 1
+    return code[index].opname in _LOAD_ERROR and code[index].argrepr in ("", "AssertionError")

@@ -9,8 +9,8 @@ from torch import nn
 _PACKS, _PACKED = "support_avx512bf16_for_cpu", "packing_format_for_cpu"
 
 
-def settle(model: nn.Module) -> None:
-    """Bring quantized layers, in place, into the state that they have after a call on any device.
+def prepare_quantized(model: nn.Module) -> None:
+    """Put quantized layers, in place, into the state in which a forward pass on any device leaves them.
 
     A forward pass on a CPU packs 4-bit weights for a CPU kernel, with 16-bit scales. This undoes the packing,
     as ``.cuda()`` does. The first forward pass moves the scales of 8-bit weights from the parameter to the

@@ -31,7 +31,7 @@ def conditions_of(program: torch.export.ExportedProgram) -> list[str]:
 
 
 def assignment_hook() -> tuple[Any, str]:
-    """Return the patch target for what registers an export's hook on buffer assignments."""
+    """Return the patch target for the function that registers an export's hook on buffer assignments."""
     return place(export_trace, "register_buffer_assignment_hook", "torch")
 
 

@@ -27,14 +27,15 @@ _TENSOR = torch.tensor
 
 
 def less_work(
-    *, keep_grad: bool, blocks: list[Any], assigned_data: Callable[..., None], copied: Callable[[], None]
+    *, keep_grad: bool, blocks: list[Any], assigned_data: Callable[..., None], on_copy: Callable[[], None]
 ) -> list[Replacement]:
     """Return the patches to apply during ``torch.export``; the graph stays the same.
 
     The graph keeps changes of the gradient mode only if ``keep_grad``. It has no autocast blocks: ``blocks``
     lists the open ones, each as (device type, dtype, enabled, ...). ``assigned_data`` is called with the
     tracer, the tensor and the new data in place of an assignment to ``tensor.data``, which no graph records.
-    ``copied`` is also called where the code calls ``torch.tensor`` on tensors, whose values become constants.
+    ``on_copy`` is also called where the code calls ``torch.tensor`` on tensors, whose values become
+    constants.
     """
     private(Distribution, "_validate_sample", "torch")
     private(FakeTensorMode, "_get_output_info_for_cache_entry", "torch")
@@ -63,7 +64,7 @@ def less_work(
             if func is _TENSOR and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(args)):
                 if _are_numbers(args[0]) and (kwargs or {}).keys() <= {"dtype", "device"}:
                     return torch.stack([number.detach() for number in args[0]]).to(**(kwargs or {}))
-                copied()
+                on_copy()
             if func in (enter, leave) and type(self.tracer) is export_tracer():
                 if func is enter:
                     blocks.append(args)
@@ -81,10 +82,10 @@ def less_work(
     return [
         (fx.GraphModule, "recompile", _when_called),
         (FakeTensorMode, "_get_output_info_for_cache_entry", _tried_once),
-        (proxy_tensor, "_extract_tensor_metadata", lambda _own: lambda _result: None),
+        (proxy_tensor, "_extract_tensor_metadata", lambda _original: lambda _result: None),
         (mode, "__torch_function__", omitting),
         (Distribution, "__init__", _unchecked),
-        (Distribution, "_validate_sample", lambda _own: lambda _self, _value: None),
+        (Distribution, "_validate_sample", lambda _original: lambda _self, _value: None),
     ]
 
 

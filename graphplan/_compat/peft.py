@@ -19,5 +19,5 @@ def adapters_of(layer: Any) -> tuple[bool, tuple[str, ...], tuple[str, ...]]:
 
 
 def set_adapters(layer: Any, off: bool, active: Sequence[str], merged: Sequence[str]) -> None:
-    """Write what :func:`adapters_of` reads, without PEFT's own setters, which change ``requires_grad``."""
+    """Set the state that :func:`adapters_of` reads. PEFT's own setters would change ``requires_grad``."""
     vars(layer).update(_disable_adapters=off, _active_adapter=list(active), merged_adapters=list(merged))

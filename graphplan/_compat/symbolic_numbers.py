@@ -35,7 +35,7 @@ def plain_comparisons() -> list[Replacement]:
     """
     owners: tuple[Any, ...] = (torch.SymInt, torch.SymFloat)
     compared = [(owner, name, _compared) for owner in owners for name in _COMPARISONS]
-    return [*compared, (export_tracer(), "create_node", _asking_for_ones)]
+    return [*compared, (export_tracer(), "create_node", _comparing_with_one)]
 
 
 def plain_flags() -> list[Replacement]:
@@ -49,8 +49,8 @@ def plain_texts(has_value: Callable[[Any], bool]) -> list[Replacement]:
     Otherwise the text is that of the symbol, as ``"u0"`` for ``f"{flag.item()}"``. The value of a size fixes
     it at that of the example: ``heads[f"{length}"]`` must find its key. Texts that ``logging`` makes do not.
     """
-    names, kinds = ("__repr__", "__format__"), (torch.SymInt, torch.SymFloat, torch.SymBool)
-    return [(kind, name, partial(_written, has_value, PLAIN_KINDS[kind])) for kind in kinds for name in names]
+    names, classes = ("__repr__", "__format__"), (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return [(cls, name, partial(_as_text, has_value, PLAIN_TYPES[cls])) for cls in classes for name in names]
 
 
 def exact_bounds() -> list[Replacement]:
@@ -79,11 +79,11 @@ def _compared(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     return compare
 
 
-def _written(has_value: Callable[[Any], bool], cls: type, own: Callable[..., str]) -> Callable[..., str]:
+def _as_text(has_value: Callable[[Any], bool], cls: type, original: Callable[..., str]) -> Callable[..., str]:
     def text(number: Any, *form: str) -> str:
         frame = sys._getframe(1)
         if is_library_frame(frame) or _is_of_message(frame) or not has_value(number):
-            return own(number, *form)
+            return original(number, *form)
         return format(cls(number), *form) if form else repr(cls(number))
 
     return text
@@ -94,10 +94,10 @@ def _is_of_message(frame: Any) -> bool:
     return frame.f_globals.get("__name__", "").partition(".")[0] in ("logging", "warnings", "traceback")
 
 
-def _asking_for_ones(original: Callable[..., Any]) -> Callable[..., Any]:
+def _comparing_with_one(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``create_node``, which runs before every operation, to compare sizes with 1 before ``squeeze``."""
 
-    def create_node(tracer: Any, kind: str, target: Any, args: Any, *others: Any, **options: Any) -> Any:
+    def create_node(tracer: Any, op: str, target: Any, args: Any, *others: Any, **options: Any) -> Any:
         if getattr(target, "overloadpacket", None) in _SQUEEZES:
             shape = args[0].meta["val"].shape
             dims = args[1] if len(args) > 1 else range(len(shape))
@@ -105,7 +105,7 @@ def _asking_for_ones(original: Callable[..., Any]) -> Callable[..., Any]:
                 size = shape[dim] if shape else None  # squeeze takes dim 0 and -1 of a 0-dim tensor
                 if isinstance(size, torch.SymInt) and size.node.has_hint():
                     bool(size == 1)
-        return original(tracer, kind, target, args, *others, **options)
+        return original(tracer, op, target, args, *others, **options)
 
     return create_node
 
@@ -147,7 +147,7 @@ class SymbolicFloat(torch.SymFloat):
     __class__ = _class_for_models(float, torch.SymFloat)
 
 
-PLAIN_KINDS: dict[type, type] = {
+PLAIN_TYPES: dict[type, type] = {
     torch.SymInt: int,
     SymbolicInt: int,
     torch.SymFloat: float,
@@ -182,8 +182,8 @@ def _made_symbol(utils: Any, original: Callable[..., Any]) -> Callable[..., Any]
         symbol = env.create_unspecified_symbol(number, source, DimDynamic.DYNAMIC)
         is_int = isinstance(number, int)
         create = env.create_symintnode if is_int else env.create_symfloatnode
-        kind: Any = SymbolicInt if is_int else SymbolicFloat
-        traced = kind(create(symbol, hint=number, source=source).node)
+        cls: Any = SymbolicInt if is_int else SymbolicFloat
+        traced = cls(create(symbol, hint=number, source=source).node)
         env.tracked_fakes.append(utils.TrackedFake(traced, source, None))
         return traced
 
@@ -193,10 +193,10 @@ def _made_symbol(utils: Any, original: Callable[..., Any]) -> Callable[..., Any]
 def _of_known_sign(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Wrap the computation of a slice bound: one of unknown sign would make the size data-dependent."""
 
-    def index(size: Any, at: Any) -> Any:
-        if isinstance(at, torch.SymInt) and at.node.has_hint():
-            bool(at >= 0)  # adds a guard
-        return original(size, at)
+    def index(size: Any, bound: Any) -> Any:
+        if isinstance(bound, torch.SymInt) and bound.node.has_hint():
+            bool(bound >= 0)  # adds a guard
+        return original(size, bound)
 
     return index
 

@@ -25,7 +25,7 @@ _ASSUMPTIONS = ("integer", "positive", "nonnegative", "real")
 
 
 def original_expression(size: Any) -> Any:
-    """Return the size's original expression, before symbols were replaced by what they equal."""
+    """Return the size's original expression, before symbols were replaced by equal ones."""
     if not isinstance(size, torch.SymInt):
         return sympy.sympify(size)
     return sympy.sympify(private(size.node, "_expr", "torch"))
@@ -90,13 +90,13 @@ def plain_symbol(symbol: Any, env: ShapeEnv) -> list[Any]:
     ]
 
 
-def conditions_since(env: ShapeEnv, known: int, places: Mapping[Any, str]) -> list[str]:
-    """Return the guards of a trace after the first ``known``, as Python code.
+def conditions_since(env: ShapeEnv, count: int, codes: Mapping[Any, str]) -> list[str]:
+    """Return the guards of a trace after the first ``count``, as Python code.
 
-    ``places`` maps a symbol to its code. Raise ``NoGraphError`` if a symbol in a guard has none.
+    ``codes`` maps a symbol to its code. Raise ``NoGraphError`` if a guard has another symbol.
     """
-    code_of = {symbol: sympy.Symbol(text, integer=True) for symbol, text in places.items()}
-    conditions = [guard.expr for guard in env.guards[known:]]
+    code_of = {symbol: sympy.Symbol(text, integer=True) for symbol, text in codes.items()}
+    conditions = [guard.expr for guard in env.guards[count:]]
     for symbol in set[Any]().union(*(one.free_symbols for one in conditions)):
         if symbol not in code_of:
             raise NoGraphError(f"the backward pass depends on {symbol}, which is not a size of an input")

@@ -26,7 +26,7 @@ from graphplan.errors import GraphplanError
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 SERVED_BY = "_compiled_call_impl"
-"""The attribute of a module that holds what runs in place of its call; a trace runs the module's own code."""
+"""The attribute of a module with the function that runs in place of its call, except in a trace."""
 
 
 def stages_go_backward() -> bool:
@@ -68,14 +68,14 @@ def never_compiled(function: _Function) -> _Function:
 
 
 def mask_reader() -> tuple[Any, str]:
-    """Return the patch target for what reads a mask of ``nn.Transformer`` to see if it is causal."""
+    """Return the patch target for the function that checks if a mask of ``nn.Transformer`` is causal."""
     return place(transformer, "_detect_is_causal_mask", "torch")
 
 
 def in_backward() -> bool:
     """Whether this thread is in a backward pass."""
-    inside: bool = private(torch._C, "_current_graph_task_id", "torch")() != -1
-    return inside
+    is_running: bool = private(torch._C, "_current_graph_task_id", "torch")() != -1
+    return is_running
 
 
 def run_after_backward(function: Callable[[], None]) -> bool:
@@ -88,7 +88,7 @@ def run_after_backward(function: Callable[[], None]) -> bool:
 
 
 def call_of(module: torch.nn.Module) -> Any:
-    """Return what runs in place of a module's call; None for its own code."""
+    """Return the function that runs in place of a module's call; None for its own code."""
     return private(module, SERVED_BY, "torch")
 
 
@@ -99,12 +99,12 @@ def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
 
 
 def inference_switch() -> tuple[Any, str]:
-    """Return the patch target for what ``torch.inference_mode`` enters, in code of torch and of models."""
+    """Return the patch target for the mode that ``torch.inference_mode`` enters, in all code."""
     return place(torch._C, "_InferenceMode", "torch")
 
 
 def backward_engine() -> tuple[Any, str]:
-    """Return the patch target for what ``torch.autograd.grad`` and ``backward`` call."""
+    """Return the patch target for the engine that ``torch.autograd.grad`` and ``backward`` call."""
     return place(torch.autograd, "_engine_run_backward", "torch")
 
 
@@ -191,8 +191,8 @@ def in_transform() -> bool:
 def in_forward_mode(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether this thread computes forward-mode gradients through any of these."""
     forward_ad = torch.autograd.forward_ad
-    within: bool = private(forward_ad, "_current_level", "torch") >= 0
-    return within and any(forward_ad.unpack_dual(one).tangent is not None for one in tensors)
+    is_active: bool = private(forward_ad, "_current_level", "torch") >= 0
+    return is_active and any(forward_ad.unpack_dual(one).tangent is not None for one in tensors)
 
 
 def in_grad_transform() -> bool:
@@ -209,7 +209,7 @@ def in_replica() -> bool:
 
 
 def forget_kernels(operation: Any) -> None:
-    """Clear an operation's dispatch cache, so that it looks in ``py_kernels`` again."""
+    """Clear an operation's dispatch cache, so that the next call reads ``py_kernels``."""
     private(operation, "_dispatch_cache", "torch").clear()
 
 
@@ -227,10 +227,10 @@ def symbolic_kernels() -> AbstractContextManager[Any]:
     return private(dispatch, "enable_python_dispatcher", "torch")()
 
 
-def is_autocast(operation: torch._ops.OpOverload, kind: str) -> bool:
+def is_autocast(operation: torch._ops.OpOverload, device_type: str) -> bool:
     """Whether autocast on a device type has a kernel for an operation, which casts its arguments."""
     has_kernel = private(torch._C, "_dispatch_has_kernel_for_dispatch_key", "torch")
-    return bool(has_kernel(operation.name(), f"Autocast{kind.upper()}"))
+    return bool(has_kernel(operation.name(), f"Autocast{device_type.upper()}"))
 
 
 def is_exported() -> bool:
@@ -283,7 +283,7 @@ def parsed_move(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.d
 
 
 def call_without_compiled(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a module's own code with its hooks, without what :func:`set_call` has put in its place."""
+    """Call a module's own code with its hooks, without the replacement by :func:`set_call`."""
     return private(module, "_call_impl", "torch")(*args, **kwargs)
 
 
@@ -316,8 +316,8 @@ def compiling(stance: Literal["default", "force_eager"]) -> Iterator[None]:
     finally:
         with _stances_change:
             index = _stances.index(stance_block)
-            if later := _stances[index + 1 :]:
-                later[0].prev = private(stance_block, "prev", "torch")
+            if later_blocks := _stances[index + 1 :]:
+                later_blocks[0].prev = private(stance_block, "prev", "torch")
             else:
                 stance_block.__exit__(None, None, None)
             del _stances[index]
@@ -343,10 +343,10 @@ def register_pytree_nodes(nodes: Mapping[type, pytree.NodeDef], until: ExitStack
     """Register pytree nodes, over existing ones of the same classes, until a stack is closed."""
     registered: dict[type, Any] = private(pytree, "SUPPORTED_NODES", "torch")
     serialized: dict[type, Any] = private(pytree, "SUPPORTED_SERIALIZED_TYPES", "torch")
-    kind = private(pytree, "_SerializeNodeDef", "torch")
+    node_class = private(pytree, "_SerializeNodeDef", "torch")
     for cls, node in nodes.items():
         if registered.get(cls) is not node:
-            _set(serialized, cls, kind(cls, f"{cls.__module__}:{cls.__qualname__}", None, None), until)
+            _set(serialized, cls, node_class(cls, f"{cls.__module__}:{cls.__qualname__}", None, None), until)
             _set(registered, cls, node, until)
 
 

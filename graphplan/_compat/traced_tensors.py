@@ -30,11 +30,11 @@ def set_node(tensor: torch.Tensor, node: fx.Node, tracer: Any) -> None:
     track(tensor, fx.Proxy(node, tracer), constant=None, tracer=tracer)
 
 
-def taken_for(tensor: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """Make the current trace use the fake ``tensor`` in place of ``given``, and return ``tensor``."""
+def substitute_fake(tensor: torch.Tensor, replaced: torch.Tensor) -> torch.Tensor:
+    """Make the current trace use the fake ``tensor`` in place of ``replaced``, and return ``tensor``."""
     mode = proxy_tensor.get_proxy_mode()
     assert mode is not None
-    node = node_of(given, mode.tracer)
+    node = node_of(replaced, mode.tracer)
     assert node is not None
     set_node(tensor, node, mode.tracer)
     node.meta["val"] = tensor
@@ -62,17 +62,17 @@ def new_constant(tensor: torch.Tensor, tracer: Any) -> str:
     return name
 
 
-def with_sizes(made: Any, forms: Sequence[tuple[Any, Any]], tracer: Any) -> Any:
+def with_sizes(results: Any, layouts: Sequence[tuple[Any, Any]], tracer: Any) -> Any:
     """Return an operation's results with known sizes and strides; the trace uses them from here on.
 
-    ``forms`` has the size and stride of each tensor in ``made``, in order.
+    ``layouts`` has the size and stride of each tensor in ``results``, in order.
     """
-    leaves, spec = tree_flatten(made)
+    leaves, spec = tree_flatten(results)
     nodes = [node_of(leaf, tracer) for leaf in leaves]
     with untraced():
         resized = [
-            fake_tensor(private(leaf, "fake_mode", "torch"), *form, 0, leaf.dtype, leaf.device, None)
-            for leaf, form in zip(leaves, forms, strict=True)
+            fake_tensor(private(leaf, "fake_mode", "torch"), *layout, 0, leaf.dtype, leaf.device, None)
+            for leaf, layout in zip(leaves, layouts, strict=True)
         ]
     for node, tensor in zip(nodes, resized, strict=True):
         assert node is not None
@@ -98,8 +98,8 @@ def fake_like(tensor: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
 
     The equivalent fake operations take five times as long.
     """
-    place = tensor.size(), tensor.stride(), tensor.storage_offset()
-    return fake_tensor(private(tensor, "fake_mode", "torch"), *place, tensor.dtype, tensor.device, base)
+    layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+    return fake_tensor(private(tensor, "fake_mode", "torch"), *layout, tensor.dtype, tensor.device, base)
 
 
 def fake_tensor(

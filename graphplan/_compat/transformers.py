@@ -32,20 +32,20 @@ def uncast_inputs() -> Replacement:
     """Return the patch that stops the exporter from casting inputs to the model's dtype."""
     from transformers.exporters import utils
 
-    return *place(utils, "module_dtype", "transformers"), lambda _own: lambda _model: None
+    return *place(utils, "module_dtype", "transformers"), lambda _original: lambda _model: None
 
 
 def _imported(path: str) -> Any:
     """Return the module or class at a dotted path if it is imported, else None."""
-    first, *rest = path.split(".")
-    prefix, owner = first, sys.modules.get(first)
-    for part in rest:
-        if isinstance(owner, ModuleType):
-            prefix = f"{prefix}.{part}"
-            owner = sys.modules.get(prefix) or vars(owner).get(part)  # no getattr: it would import
+    first, *names = path.split(".")
+    prefix, value = first, sys.modules.get(first)
+    for name in names:
+        if isinstance(value, ModuleType):
+            prefix = f"{prefix}.{name}"
+            value = sys.modules.get(prefix) or vars(value).get(name)  # no getattr: it would import
         else:
-            owner = getattr(owner, part, None)
-    return owner
+            value = getattr(value, name, None)
+    return value
 
 
 def local_entries(table: Any) -> MutableMapping[str, Callable[..., Any]]:

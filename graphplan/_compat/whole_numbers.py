@@ -1,7 +1,7 @@
 """Support for ``int(...)`` of a data-dependent number in a trace.
 
 ``int`` cannot return a symbol: ``int(lengths.max())`` ends a trace, ``lengths.max().item()`` does not. Such
-a module is traced again, with a replacement for ``int`` in the globals of the calling code. The replacement
+a module is retraced with a replacement for ``int`` in the globals of the calling code. The replacement
 behaves as ``int`` under ``isinstance`` and ``==``, but not under ``is``. It also returns ``size // 4`` for
 ``int(size / 4)``, for which the trace would otherwise fix the size at its value in the example.
 """
@@ -38,9 +38,9 @@ class WholeNumbers:
 
     def replacements(self) -> list[Replacement]:
         """Return the patches that record where a trace fails at ``int``."""
-        return [(owner, "__int__", self._noting) for owner in (torch.Tensor, torch.SymInt, torch.SymFloat)]
+        return [(owner, "__int__", self._recording) for owner in (torch.Tensor, torch.SymInt, torch.SymFloat)]
 
-    def _noting(self, original: Callable[[Any], int]) -> Callable[[Any], int]:
+    def _recording(self, original: Callable[[Any], int]) -> Callable[[Any], int]:
         def number(value: Any) -> int:
             frame = sys._getframe(1)
             is_unpatched = _NAME not in frame.f_globals and not is_library_frame(frame)
@@ -97,8 +97,8 @@ def _symbolic_int() -> type:
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, int | SymbolicInt)
 
-        def __subclasscheck__(cls, kind: type) -> bool:
-            return issubclass(kind, int)
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, int)
 
         def __eq__(cls, other: object) -> bool:
             return other is cls or other is int

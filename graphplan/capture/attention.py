@@ -133,7 +133,7 @@ def on_any_device() -> Iterator[None]:
         yield
 
 
-class AttentionWhole(fx.Interpreter):
+class FusedAttention(fx.Interpreter):
     """Runs a captured graph with autograd; its attention is one operation in each direction."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

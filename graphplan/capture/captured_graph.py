@@ -132,8 +132,8 @@ def bound_call(traced: Mapping[str, Any]) -> BoundCall:
     return BoundCall((), dict(traced), tuple(leaves), spec)
 
 
-def name_apart(graph: fx.Graph, weights: Collection[str], kept: Collection[str] = ()) -> dict[str, str]:
-    """Rename nodes that have the name of a weight, such as ``mean``, and reserve these names.
+def rename_clashes(graph: fx.Graph, weights: Collection[str], kept: Collection[str] = ()) -> dict[str, str]:
+    """Rename nodes whose name is that of a weight, such as ``mean``, and reserve these names.
 
     Returns:
         old name -> new name of each renamed node; nodes named in ``kept`` keep theirs.

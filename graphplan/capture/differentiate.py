@@ -1,7 +1,7 @@
 """Construction of a training step, forward and backward in one graph, from a captured forward pass.
 
-The captured graph is run on fake tensors with autograd on, and ``make_fx`` traces what autograd runs. So the
-tensors that autograd saves are ordinary values of the graph::
+The captured graph is run on fake tensors with autograd on, and ``make_fx`` traces the operations that
+autograd runs. So the tensors that autograd saves are ordinary values of the graph::
 
     linear = linear(x, w)          t = t(w)
     loss = sum(linear)             mm = mm(x, t)
@@ -29,9 +29,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, has_free_unbacked_sy
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import mark_backward_nodes, storage_of
-from graphplan._compat.traced_tensors import taken_for, untraced
-from graphplan.capture.attention import AttentionWhole, on_any_device
-from graphplan.capture.captured_graph import Capture, TrainingStep, name_apart
+from graphplan._compat.traced_tensors import substitute_fake, untraced
+from graphplan.capture.attention import FusedAttention, on_any_device
+from graphplan.capture.captured_graph import Capture, TrainingStep, rename_clashes
 from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf
@@ -66,10 +66,10 @@ def differentiate(
         weights: the weights of the model.
         call: the example inputs.
         differentiation: which parameters are trained, and from which results.
-        fixed: whether the step is for the sizes of this call alone, not for all that the capture serves.
+        fixed: whether the step is for the sizes of this call alone, rather than all sizes of the capture.
 
     Raises:
-        InputError: no result has a gradient, or a name in ``train_outputs`` is of no result with one.
+        InputError: no result has a gradient, or ``train_outputs`` names none with a gradient.
         NoGraphError: autograd cannot differentiate the captured graph.
     """
     if capture.signature.prepared is not None and not fixed:
@@ -77,9 +77,9 @@ def differentiate(
     nodes = capture.graph.find_nodes(op="placeholder")
     tracing = _Tracing(capture, weights, call, differentiation, None if fixed else open_sizes(capture))
     try:
-        own_casts = torch.autocast("cpu", enabled=False)  # those of the caller's autocast are in the graph
-        with quiet(), traceback.preserve_node_meta(), tracing.mode, torch.enable_grad(), own_casts:
-            values = [tracing.stand_in(*place) for place in enumerate(nodes)]
+        no_autocast = torch.autocast("cpu", enabled=False)  # the graph has the casts of the caller's autocast
+        with quiet(), traceback.preserve_node_meta(), tracing.mode, torch.enable_grad(), no_autocast:
+            values = [tracing.stand_in(position, node) for position, node in enumerate(nodes)]
             traced = make_fx(tracing.step)(*values, *tracing.tangents(values))
     except (InputError, NoGraphError):
         raise
@@ -91,8 +91,8 @@ def differentiate(
 class _Tracing:
     """Runs a captured graph with autograd on, and identifies inputs and results in the trace of this run.
 
-    ``trained`` and ``fed`` have the positions of the placeholders that get a gradient, each with the name of
-    its parameter or the index of its input leaf.
+    ``trained`` and ``differentiated_inputs`` have the positions of the placeholders that get a gradient, each
+    with the name of its parameter or the index of its input leaf.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class _Tracing:
             allow_non_fake_inputs=True, shape_env=self.env, static_shapes=sizes is None
         )
         self.trained: list[tuple[int, str]] = []
-        self.fed: list[tuple[int, int]] = []
+        self.differentiated_inputs: list[tuple[int, int]] = []
         self.differentiated: tuple[int, ...] = ()
         self.others: dict[int, str] = {}
         self.data_sizes: dict[Any, int] = {}
@@ -127,13 +127,15 @@ class _Tracing:
             if not isinstance(leaf, torch.Tensor):
                 return traced
             if leaf.requires_grad:
-                self.fed.append((position, index))
+                self.differentiated_inputs.append((position, index))
             fake = self.fakes[index] = self._fake(traced, requires_grad=leaf.requires_grad)
             return fake
         tensor = self.weights.tensors.get(name, self.capture.constants.get(name))
         assert tensor is not None
         if is_wrapper(tensor):
-            raise NoGraphError(f"{name!r} is a {type(tensor).__name__}, which a training step cannot contain")
+            raise NoGraphError(
+                f"{name!r} is a {type(tensor).__name__}, and a training step cannot contain one"
+            )
         if name in self.weights.parameter_attributes and tensor.requires_grad:
             raise NoGraphError(
                 f"{name!r} requires a gradient but is not a parameter, and a planned step computes gradients "
@@ -153,7 +155,7 @@ class _Tracing:
     def _leaf(self, name: str) -> int:
         index = self.capture.order[self.capture.inputs.index(name)]
         if index is None:
-            raise NoGraphError(f"the trace takes {name!r}, which is not among the arguments")
+            raise NoGraphError(f"the trace reads {name!r}, which is not among the arguments")
         return index
 
     def tangents(self, values: Sequence[Any]) -> list[torch.Tensor]:
@@ -173,16 +175,16 @@ class _Tracing:
                 "train=True: no result of the model has a gradient: does it compute under torch.no_grad(), "
                 "are all parameters frozen, or is the loss not among the results (labels= is missing)?"
             )
-        wanted = self.differentiation.outputs
-        if wanted is None:
+        outputs = self.differentiation.outputs
+        if outputs is None:
             loss = [position for position in able if names[position] == "loss"]
             return tuple(loss or able)
-        for name in wanted:
+        for name in outputs:
             if name not in names:
                 known = ", ".join(repr(one) for one in names if one) or "without names"
                 raise InputError(f"train_outputs={name!r}: the results are {known}")
-        chosen = tuple(position for position in able if names[position] in wanted)
-        missing = [name for name in wanted if name not in {names[position] for position in chosen}]
+        chosen = tuple(position for position in able if names[position] in outputs)
+        missing = [name for name in outputs if name not in {names[position] for position in chosen}]
         if missing:
             raise InputError(f"train_outputs={missing[0]!r}: this result has no gradient")
         return chosen
@@ -198,7 +200,7 @@ class _Tracing:
         self.data_sizes = {new: sizes[old] for new, old in forward.symbols.items() if old in sizes}
         starts = [results[position] for position in self.differentiated]
         mark_backward_nodes([start.grad_fn for start in starts])
-        sources = [inputs[position] for position, _ in (*self.trained, *self.fed)]
+        sources = [inputs[position] for position, _ in (*self.trained, *self.differentiated_inputs)]
         grad_outputs = list(map(_resized_tangent, tangents, starts))
         gradients = torch.autograd.grad(starts, sources, grad_outputs, allow_unused=True)
         return [*results, *gradients]
@@ -207,7 +209,7 @@ class _Tracing:
         """Return the trace as a capture, with the forward pass's weights and inputs."""
         graph = traced.graph
         require_no_broadcast(graph, self.known_sizes)
-        name_apart(graph, {*self.capture.weights.values(), *self.capture.constants})
+        rename_clashes(graph, {*self.capture.weights.values(), *self.capture.constants})
         placeholders = graph.find_nodes(op="placeholder")
         for placeholder, node in zip(placeholders, nodes, strict=False):
             placeholder.meta.update({key: value for key, value in node.meta.items() if key != "val"})
@@ -218,7 +220,7 @@ class _Tracing:
         tangents = tuple(names[len(nodes) :])
         _mark_backward(graph, placeholders[len(nodes) :])
         flat = list(graph.output_node().args[0])  # type: ignore[arg-type]  # a list of results
-        count = len(flat) - len(self.trained) - len(self.fed)
+        count = len(flat) - len(self.trained) - len(self.differentiated_inputs)
         results, gradients = flat[:count], flat[count:]
         for node, (_, name) in zip(gradients, self.trained, strict=False):
             if node is not None and node.meta["val"].layout is not torch.strided:
@@ -231,14 +233,17 @@ class _Tracing:
             self.differentiated,
             tangents,
             {n.name: name for n, (_, name) in zip(of_weights, self.trained, strict=True) if n is not None},
-            {n.name: leaf for n, (_, leaf) in zip(of_inputs, self.fed, strict=True) if n is not None},
+            {
+                n.name: leaf
+                for n, (_, leaf) in zip(of_inputs, self.differentiated_inputs, strict=True)
+                if n is not None
+            },
             self.others,
         )
         inputs, signature = tuple(renamed[name] for name in self.capture.inputs), self._signature()
-        given, specs = (
-            [each[index] for index in self.capture.order if index is not None]
-            for each in (self.call.leaves, signature.leaves)
-        )
+        indices = [index for index in self.capture.order if index is not None]
+        examples = [self.call.leaves[index] for index in indices]
+        specs = [signature.leaves[index] for index in indices]
         return replace(
             self.capture,
             module=traced,
@@ -246,7 +251,9 @@ class _Tracing:
             inputs=inputs,
             states={renamed[name]: leaf for name, leaf in self.capture.states.items()},
             signature=signature,
-            sizes=self.data_sizes | sizes_of_call(graph, inputs, given) | largest_sizes(graph, inputs, specs),
+            sizes=self.data_sizes
+            | sizes_of_call(graph, inputs, examples)
+            | largest_sizes(graph, inputs, specs),
             roles=self._roles() if self.sizes else (),
             step=step,
         )
@@ -261,17 +268,17 @@ class _Tracing:
         size_guards = self.sizes.guards() if self.sizes else ()
         return replace(signature, leaves=leaves, guards=(*signature.guards, *size_guards))
 
-    def _leaf_signature(self, leaf: Any, given: Any, traced: torch.Tensor | None) -> Any:
-        if not isinstance(given, torch.Tensor):
-            return leaf if self.sizes else given
+    def _leaf_signature(self, leaf: Any, example: Any, traced: torch.Tensor | None) -> Any:
+        if not isinstance(example, torch.Tensor):
+            return leaf if self.sizes else example
         if not isinstance(leaf, TensorLeaf) or traced is None:
             return leaf
         is_open = [isinstance(size, torch.SymInt) for size in traced.shape]
         return replace(
             leaf,
-            shape=tuple(None if one else size for one, size in zip(is_open, given.shape, strict=True)),
+            shape=tuple(None if one else size for one, size in zip(is_open, example.shape, strict=True)),
             ranges=tuple(leaf.ranges[axis] if one else None for axis, one in enumerate(is_open)),
-            gradient=leaf.gradient if given.requires_grad else False,
+            gradient=leaf.gradient if example.requires_grad else False,
         )
 
     def _roles(self) -> tuple[Roles, ...]:
@@ -286,7 +293,7 @@ class _Tracing:
         )
 
 
-class _Forward(DecidedSizes, AttentionWhole):
+class _Forward(DecidedSizes, FusedAttention):
     """Runs the captured graph with autograd."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -298,12 +305,12 @@ class _Forward(DecidedSizes, AttentionWhole):
 
 
 def _resized_tangent(tangent: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Return the tangent of a result, with the result's size in this trace if values decide that size."""
+    """Return the tangent of a result, with the result's size in this trace if that size depends on data."""
     if not has_free_unbacked_symbols(tangent):
         return tangent
     with untraced():
         resized = torch.empty_like(result)
-    return taken_for(resized, tangent)
+    return substitute_fake(resized, tangent)
 
 
 def _dropped(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -349,7 +356,7 @@ def _mark_backward(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
             first.setdefault(node.meta.get("seq_nr"), node)
             continue
         node.meta["backward"] = True
-        # the sum of the gradients of a value that is read twice has no operation: it goes with the last node
+        # the sum of the gradients of a value read twice has no forward operation: assign it to the last node
         is_add = node.target in (aten.add.Tensor, aten.add_.Tensor)  # torch 2.11 marks the next nodes, too
         is_sum = is_add and _SUM in (node.meta.get("stack_trace") or "")
         owner = last if is_sum else first.get(node.meta.get("seq_nr"), last)
@@ -360,7 +367,7 @@ def _mark_backward(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
 
 
 def _distinct(graph: fx.Graph, gradients: Sequence[Any]) -> list[fx.Node | None]:
-    """Return a node of its own for each gradient: clone inputs, duplicates, and those written to later."""
+    """Return a distinct node for each gradient: clone inputs, duplicates, and gradients written to later."""
     seen: set[fx.Node] = set()
     distinct: list[fx.Node | None] = []
     # memory -> the last node that writes to it, for example through a view

@@ -1,8 +1,8 @@
-"""Trial runs of a model in eager mode, to learn what it raises and what autograd saves.
+"""Trial runs of a model in eager mode, to find the error that it raises, or the bytes that autograd saves.
 
 An error that eager mode raises, too, is the user's, and a capture raises it unchanged. A trial runs the copy
-of the model, whose weights are zero, on fake tensors, which cost nothing. If these fail and the model is
-small, it runs real kernels: fake tensors have limits of their own.
+of the model, whose weights are zero, on fake tensors, which need no memory. If these fail and the model is
+small, it runs real kernels: fake tensors have limitations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from graphplan.capture.written_memory import written_arguments
 from graphplan.devices.machine import suspended
 from graphplan.errors import CaptureError, GraphplanError
 
-_SMALL = 1 << 28  # most elements of weights with which real kernels are run
+_MAX_REAL_ELEMENTS = 1 << 28  # of weights, for a trial with real kernels
 
 
 def eager_error(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool) -> Exception | None:
@@ -41,7 +41,7 @@ def eager_error(model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool) -> E
     with torch.set_grad_enabled(keep_grad):
         error = _raised(model_copy, *_on_fakes(call), call)
         if error is None or type(error).__module__.startswith("torch.") or isinstance(error, GraphplanError):
-            return None  # an error of torch's own is a limit of fake tensors
+            return None  # an error of torch's own is a limitation of fake tensors
         return _raised(model_copy, call.leaves, nullcontext(), call) if _is_small(model_copy) else error
 
 
@@ -95,7 +95,7 @@ def tensors_restored(*models: nn.Module) -> Iterator[None]:
         for tensor, gradient in gradients:
             tensor.grad = gradient
         with torch.no_grad():
-            for tensor, before in before_writes.kept:
+            for tensor, before in before_writes.copies:
                 tensor.copy_(before)
 
 
@@ -110,20 +110,20 @@ class _BeforeWrites(TorchDispatchMode):
         for tensor in tensors:
             self._tensors.setdefault(memory_of(tensor), []).append(tensor)
         self._tensors.pop(None, None)  # wrappers, and tensors without elements
-        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         for written in written_arguments(func, args, kwargs):
-            self._keep(written)
+            self._copy(written)
         return func(*args, **kwargs)
 
-    def _keep(self, tensor: Any) -> None:
+    def _copy(self, tensor: Any) -> None:
         if isinstance(tensor, torch.Tensor):
             tensors = self._tensors.pop(memory_of(tensor), [])  # one copy is enough
-            self.kept += [(_elements(one), _elements(one).detach().to("cpu", copy=True)) for one in tensors]
+            self.copies += [(_elements(one), _elements(one).detach().to("cpu", copy=True)) for one in tensors]
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ def _on_fakes(call: BoundCall) -> tuple[list[Any], FakeTensorMode]:
 
 
 def _is_small(model_copy: ModelCopy) -> bool:
-    return sum(tensor.numel() for tensor in model_copy.weights.tensors.values()) <= _SMALL
+    return sum(tensor.numel() for tensor in model_copy.weights.tensors.values()) <= _MAX_REAL_ELEMENTS
 
 
 def _raised(
@@ -190,12 +190,12 @@ def _saved_bytes(
 ) -> int | None:
     tensors = [*model_copy.module.parameters(), *(x for x in leaves if isinstance(x, torch.Tensor))]
     inputs, sizes = {storage_of(tensor) for tensor in tensors}, dict[int, int]()
-    held: list[torch.Tensor] = []
+    saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if (key := storage_of(tensor)) not in inputs:
             sizes[key] = tensor.untyped_storage().nbytes()
-            held.append(tensor)  # so that no other storage gets its address
+            saved.append(tensor)  # so that no other storage gets its address
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)

@@ -17,7 +17,7 @@ from graphplan.capture.changes.attribute_data import attributes_of
 from graphplan.capture.changes.attribute_snapshots import restore_attributes
 from graphplan.errors import InputError, NoGraphError
 
-_FEW = 3  # calls of a large submodule from one place, as for towers that share weights; more are a loop
+_MAX_CALLS = 3  # calls of a large submodule from one place, as for towers that share weights; more are a loop
 
 
 class RunAsItIs(NoGraphError):  # noqa: N818  # said to the runtime, not to the caller
@@ -57,7 +57,7 @@ def with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
     try:
         yield
     finally:
-        vars(module).pop("forward", None)  # a patch of the model may have taken it away
+        vars(module).pop("forward", None)  # a patch in the model may have removed it
         if own is not None:
             module.forward = own
 
@@ -70,7 +70,7 @@ def _run_method(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return method(*args, **kwargs)
 
 
-def _place_of_call() -> tuple[tuple[CodeType, int], ...]:
+def _call_position() -> tuple[tuple[CodeType, int], ...]:
     """Return the positions of the frames from the method to here: they repeat only in a loop."""
     positions, frame = list[tuple[CodeType, int]](), sys._getframe(2)
     while frame.f_back is not None and frame.f_code is not _run_method.__code__:
@@ -99,18 +99,18 @@ def pure_method(module: nn.Module, name: str, *, loops: bool) -> Callable[..., A
     inner = [part for part in list(module.modules())[1:] if 2 * _parameter_count(part) > total and not loops]
 
     def limited_forward(part: nn.Module) -> Callable[..., Any]:
-        """Return the part's forward, which refuses a loop: one place may call it ``most`` times."""
+        """Return the part's forward, which refuses a loop: one place may call it ``max_calls`` times."""
         forward, calls = part.forward, Counter[Any]()
-        most = 1 if _parameter_count(part) == total else _FEW
+        max_calls = 1 if _parameter_count(part) == total else _MAX_CALLS
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            place = _place_of_call()
-            if calls[place] == most:
+            position = _call_position()
+            if calls[position] == max_calls:
                 raise RunAsItIs(
                     f"{name!r} calls the same model in a loop: give the calls of the model in its place"
                 )
-            calls[place] += 1
+            calls[position] += 1
             return forward(*args, **kwargs)
 
         return run

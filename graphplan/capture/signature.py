@@ -1,8 +1,8 @@
 """Binding of a call's arguments to a flat list of leaves, and the signature of calls that a graph serves.
 
 Arguments are first bound to the names of ``forward``, so that ``model(x)`` and ``model(x=x)`` are the same
-call. An argument that equals its default is left out. The rest is flattened by pytree: tensors are inputs of
-the graph, every other leaf is a constant of it.
+call. An argument that equals its default is left out. All others are flattened by pytree: tensors are inputs
+of the graph, and every other leaf is a constant in it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,15 @@ from graphplan.errors import InputError
 COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 """Layouts that are not supported: such tensors have neither strides nor a single storage."""
 
-_LARGEST = torch.finfo(torch.float32).max
-_BY_NAME = {"accelerate", "diffusers", "peft", "torch", "transformers"}  # their wrappers accept names, too
-_FEW = 3  # most tensors that a message names
+_MAX_FLOAT = torch.finfo(torch.float32).max
+_WRAPPER_PACKAGES = {
+    "accelerate",
+    "diffusers",
+    "peft",
+    "torch",
+    "transformers",
+}  # their wrappers also accept named arguments
+_MAX_SHAPES = 3  # in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,7 @@ class BoundCall:
         kwargs: everything else by name, in the order of the signature.
         leaves: the flattened ``(args, kwargs)``.
         spec: the structure that ``leaves`` came from.
-        entry: what is called, as in :func:`graphplan.capture.model_methods.method_of`.
+        entry: the called method, as in :func:`graphplan.capture.model_methods.method_of`.
     """
 
     args: tuple[Any, ...]
@@ -110,7 +116,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     signature, outer = inspect.signature(function), function
     while (inside := getattr(outer, "__wrapped__", None)) is not None:
         code, module = getattr(outer, "__code__", None), getattr(outer, "__globals__", {}).get("__name__", "")
-        if code and code.co_flags & inspect.CO_VARARGS and module.partition(".")[0] not in _BY_NAME:
+        if code and code.co_flags & inspect.CO_VARARGS and module.partition(".")[0] not in _WRAPPER_PACKAGES:
             return _ByPosition(list(signature.parameters.values()))
         outer = inside
     return signature
@@ -119,7 +125,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 def bind_call(
     signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = ""
 ) -> BoundCall:
-    """Bind arguments to the parameters of ``forward``, or of what ``entry`` names."""
+    """Bind arguments to the parameters of ``forward``, or of the method that ``entry`` names."""
     parameters = signature.parameters
     try:
         bound = signature.bind(*args, **kwargs).arguments
@@ -129,10 +135,10 @@ def bind_call(
     positional: list[Any] = []
     named: dict[str, Any] = {}
     # parameters before a used ``*args`` must stay positional
-    before_others = any(parameters[name].kind is Parameter.VAR_POSITIONAL and bound[name] for name in bound)
+    has_varargs = any(parameters[name].kind is Parameter.VAR_POSITIONAL and bound[name] for name in bound)
     for name, value in bound.items():
         parameter = parameters[name]
-        by_position = before_others or (isinstance(signature, _ByPosition) and name not in kwargs)
+        by_position = has_varargs or (isinstance(signature, _ByPosition) and name not in kwargs)
         if parameter.kind is Parameter.VAR_POSITIONAL:
             positional.extend(value)
         elif parameter.kind is Parameter.VAR_KEYWORD:
@@ -151,7 +157,7 @@ def bind_call(
 
 
 def _hints(parameters: Mapping[str, Parameter], kwargs: Mapping[str, Any], error: str) -> str:
-    """Return what to add to the ``error`` of a call: names that no parameter has, and close ones."""
+    """Return a text to add to a binding ``error``: names that no parameter has, and close ones."""
     takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in parameters.values())
     unknown = [] if takes_any else [name for name in kwargs if name not in parameters]
     close = [f"{hit[0]!r}" for n in unknown if (hit := difflib.get_close_matches(n, parameters, 1))]
@@ -170,10 +176,10 @@ class TensorLeaf:
 
     Attributes:
         dtype: the required dtype.
-        shape: each size; None where it is dynamic.
+        shape: the sizes; None for a dynamic one.
         ranges: the smallest and the largest value of each dynamic size.
         stride: the required strides; None if the tensor must be contiguous, empty if any strides are served.
-        gradient: whether it must, or must not, require a gradient; None if either is served.
+        gradient: whether the tensor must, or must not, require a gradient; None if either is served.
     """
 
     dtype: torch.dtype
@@ -183,11 +189,11 @@ class TensorLeaf:
     gradient: bool | None = None
 
     def fits(self, leaf: torch.Tensor) -> bool:
-        """Whether a tensor meets them: the answer of :meth:`mismatch`, with a fast path."""
-        usual = leaf.dtype is self.dtype and leaf.shape == self.shape and leaf.layout is torch.strided
-        usual = usual and (self.gradient is None or self.gradient is leaf.requires_grad)
-        if usual and (self.stride == () or (self.stride is None and leaf.is_contiguous())):
-            return True  # no size is dynamic: None equals no size
+        """Whether a tensor meets the requirements: as :meth:`mismatch`, with a fast path."""
+        is_equal = leaf.dtype is self.dtype and leaf.shape == self.shape and leaf.layout is torch.strided
+        is_equal = is_equal and (self.gradient is None or self.gradient is leaf.requires_grad)
+        if is_equal and (self.stride == () or (self.stride is None and leaf.is_contiguous())):
+            return True  # here no size is dynamic: a None would not be equal
         return self.mismatch("", leaf) is None
 
     def mismatch(self, name: str, leaf: Any) -> str | None:
@@ -195,24 +201,29 @@ class TensorLeaf:
         if not isinstance(leaf, torch.Tensor):
             return f"{name} is {type(leaf).__name__}, not a tensor"
         if leaf.layout in COMPRESSED:
-            return f"{name} has the layout {leaf.layout}"
+            return f"{name} has the unsupported layout {leaf.layout}"
         if leaf.dtype != self.dtype:
             return f"{name} has {leaf.dtype}, not {self.dtype}"
         if self.gradient not in (None, leaf.requires_grad):
-            required = "a gradient, and did not" if leaf.requires_grad else "no gradient, and did"
-            return f"{name} requires {required}"
+            if leaf.requires_grad:
+                return f"{name} requires a gradient, but the traced input did not"
+            return f"{name} does not require a gradient, but the traced input did"
         if leaf.dim() != len(self.shape):
             return f"{name} has {leaf.dim()} dimensions, not {len(self.shape)}"
-        for axis, (have, want) in enumerate(zip(leaf.shape, self.shape, strict=True)):
-            if want is not None and have != want:
-                return f"{name} has size {have} along dimension {axis}, not {want}"
+        for axis, (size, required) in enumerate(zip(leaf.shape, self.shape, strict=True)):
+            if required is not None and size != required:
+                return f"{name} has size {size} along dimension {axis}, not {required}"
             bounds = self.ranges[axis] if self.ranges else None
-            if bounds is not None and not bounds[0] <= have <= bounds[1]:
-                return f"{name} has size {have} along dimension {axis}, outside {bounds}"
+            if bounds is not None and not bounds[0] <= size <= bounds[1]:
+                return f"{name} has size {size} along dimension {axis}, outside {bounds}"
         if self.stride == ():
             return None
         same = leaf.is_contiguous() if self.stride is None else leaf.stride() == self.stride
-        return None if same or not leaf.numel() else f"{name} has strides {leaf.stride()}"
+        if same or not leaf.numel():
+            return None
+        if self.stride is None:
+            return f"{name} has strides {leaf.stride()}, and is not contiguous"
+        return f"{name} has strides {leaf.stride()}, not {self.stride}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +248,11 @@ class FloatLeaf:
 
     def fits(self, leaf: Any) -> bool:
         """Whether ``leaf`` is such a float."""
-        return type(leaf) is float and abs(leaf) <= _LARGEST
+        return type(leaf) is float and abs(leaf) <= _MAX_FLOAT
 
     def mismatch(self, name: str, leaf: Any) -> str | None:
         """Return the reason why ``leaf`` does not fit, or None."""
-        return None if self.fits(leaf) else f"{name} is {_short(leaf)}, not a float of 32 bits"
+        return None if self.fits(leaf) else f"{name} is {_short(leaf)}, outside the range of float32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +277,7 @@ class InputSignature:
     Attributes:
         spec: the structure of the bound arguments.
         leaves: for each leaf, the requirements on it, or the constant that was traced.
-        names: a readable name per leaf (``"input_ids"``, ``"past[0].keys"``).
+        names: the readable name of each leaf (``"input_ids"``, ``"past[0].keys"``).
         guards: conditions of the trace on values, and on sizes besides their ranges.
         prepared: the arguments that the exporter computes from the caller's before the trace, if it does.
     """
@@ -281,12 +292,12 @@ class InputSignature:
         """Return the reason why this graph cannot serve ``call``, or None if it can."""
         if call.spec != self.spec:
             return self._other_arguments(call)
-        for name, want, leaf in zip(self.names, self.leaves, call.leaves, strict=True):
-            if isinstance(want, TensorLeaf | CounterLeaf | FloatLeaf | ObjectLeaf):
-                if (problem := want.mismatch(name, leaf)) is not None:
+        for name, required, leaf in zip(self.names, self.leaves, call.leaves, strict=True):
+            if isinstance(required, TensorLeaf | CounterLeaf | FloatLeaf | ObjectLeaf):
+                if (problem := required.mismatch(name, leaf)) is not None:
                     return problem
-            elif isinstance(leaf, torch.Tensor) or not same_constant(leaf, want):
-                return f"{name} is {_short(leaf)}, not {want!r}"
+            elif isinstance(leaf, torch.Tensor) or not same_constant(leaf, required):
+                return f"{name} is {_short(leaf)}, not {required!r}"
         broken = next((guard.text for guard in self.guards if not guard.holds(call.leaves)), None)
         if broken is not None or self.prepared is None:
             return broken
@@ -302,18 +313,18 @@ class InputSignature:
         return call if self.prepared is None else self.prepared.prepare(call)
 
     def _other_arguments(self, call: BoundCall) -> str:
-        mine, other = dict.fromkeys(self.names), dict.fromkeys(leaf_names(call))
-        more = [name for name in other if name not in mine]
-        fewer = [name for name in mine if name not in other]
+        traced, given = dict.fromkeys(self.names), dict.fromkeys(leaf_names(call))
+        more = [name for name in given if name not in traced]
+        fewer = [name for name in traced if name not in given]
         texts = [
             f"{verb} {', '.join(names)}" for verb, names in (("with", more), ("without", fewer)) if names
         ]
-        return f"other arguments: {'; '.join(texts) or 'of other kinds'}"
+        return f"other arguments: {'; '.join(texts)}" if texts else "arguments of another structure"
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Arguments that ``prepare`` computes from the caller's, and their signature; values may decide sizes."""
+    """Arguments that ``prepare`` computes from the caller's, and their signature; values may affect sizes."""
 
     prepare: Callable[[BoundCall], BoundCall]
     signature: InputSignature
@@ -326,7 +337,7 @@ class Guard:
     Attributes:
         text: the condition, for error messages.
         holds: function from the leaves of a call to whether the condition holds.
-        code: the tracer's Python expression over ``v``, the leaves, that ``holds`` evaluates, if any.
+        code: the tracer's Python expression over the leaves ``v`` that ``holds`` evaluates, if any.
     """
 
     text: str
@@ -362,4 +373,4 @@ def shapes_text(call: BoundCall) -> str:
     """Return the names and shapes of a call's first tensors."""
     named = zip(leaf_names(call), call.leaves, strict=True)
     shapes = [f"{name} {tuple(leaf.shape)}" for name, leaf in named if isinstance(leaf, torch.Tensor)]
-    return ", ".join(shapes[:_FEW] + (["..."] if len(shapes) > _FEW else []))
+    return ", ".join(shapes[:_MAX_SHAPES] + (["..."] if len(shapes) > _MAX_SHAPES else []))

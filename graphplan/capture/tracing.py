@@ -1,6 +1,6 @@
 """Capture of a module's forward pass as a flat ``torch.fx`` graph over the module's weights.
 
-A call is traced in several attempts, each of which lets less vary; the first that succeeds counts::
+A call is traced in several attempts, each with fewer dynamic sizes; the first that succeeds counts::
 
     transformers models       transformers.exporters    all sizes, if asked for
                                                         batches and lengths
@@ -12,8 +12,8 @@ A call is traced in several attempts, each of which lets less vary; the first th
     given dynamic_shapes      torch.export              these
 
 If the values of integer inputs decide a branch of the code, all attempts are repeated with these values
-known. Within one attempt, :mod:`graphplan.capture.tracers.export_loop` repeats the trace with what it has
-learned.
+known. Within one attempt, :mod:`graphplan.capture.tracers.export_loop` repeats the trace with the
+facts about the code that earlier traces found.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from graphplan.capture.sizes.dynamic_axes import BATCH, LENGTH, SIZE
 from graphplan.capture.source_lines import failed_line
 from graphplan.capture.structure import flatten
 from graphplan.capture.thread_patches import one_at_a_time
-from graphplan.capture.tracers.completion import completed, sized_as, with_these_gradients
+from graphplan.capture.tracers.completion import complete, require_same_gradients, with_example_sizes
 from graphplan.capture.tracers.own_backward import OwnBackward, refusing_own_backward
 from graphplan.capture.tracers.plain_export import export_declared, export_varying, is_transformers_model
 from graphplan.capture.tracers.transformers_export import export_transformers
@@ -51,21 +51,21 @@ from graphplan.errors import CaptureError, GraphplanError, InputError, NoGraphEr
 from graphplan.message_text import first_line
 
 _TRANSFORMERS, _EXPORT = "transformers.exporters", "torch.export"
-_BY_VALUES = (GuardOnDataDependentSymNode, DataDependentOutputException)
-_WANTS_VALUES = ("but got FakeTensor", ".numpy() is not supported for tensor subclasses")
-_DATA_DECIDES = (
-    "\nThe values of tensors decide what this line does, and a graph does not see them: torch.cond keeps "
+_DATA_DEPENDENT_ERRORS = (GuardOnDataDependentSymNode, DataDependentOutputException)
+_VALUE_ERROR_TEXTS = ("but got FakeTensor", ".numpy() is not supported for tensor subclasses")
+_DATA_ADVICE = (
+    "\nThis line depends on the values of tensors, which a graph does not see: torch.cond keeps "
     "both branches in the graph; graphplan.partition, unless strict=True, runs the model without a graph"
 )
-_WITHOUT_VALUES = (
-    "\nThe values of tensors decide what this line does, and tensors on the meta device have none: give "
+_META_ADVICE = (
+    "\nThis line depends on the values of tensors, and tensors on the meta device have none: give "
     "integer inputs, such as the grids of images, with their values; other inputs may stay on the meta "
     "device"
 )
-_UNKNOWN_CLASS = (
+_CLASS_ADVICE = (
     "\nA graph accepts an object as a cache if its class derives from transformers' Cache or has a name "
     f"that ends with {' or '.join(OWN_ENDINGS)}, or as a container if torch.export.register_dataclass or "
-    "torch.utils._pytree knows its class"
+    "torch.utils._pytree has registered its class"
 )
 _HOOKED = (
     "hooks of all modules are registered, as by torch.nn.modules.module.register_module_forward_hook, and a "
@@ -127,14 +127,16 @@ def capture(
     autocast = torch.autocast("cpu", model_copy.autocast, enabled=model_copy.autocast is not None)
     module = model_copy.module
     own_backward = refusing_own_backward(module) if keep_grad else nullcontext(OwnBackward())
-    with suspended(), autocast, own_backward as left_out, _untouched_attributes(module):
+    with suspended(), autocast, own_backward as omitted, _untouched_attributes(module):
         shapes = dynamic_shapes if vary else None
         captured = _exported(model_copy, host, shapes, keep_grad=keep_grad, vary=vary, sizes=sizes)
-        captured = completed(captured, model_copy, keep_grad=keep_grad)
+        captured = complete(captured, model_copy, keep_grad=keep_grad)
         if not any(tensor.device.type == "meta" for tensor in call.tensors):
-            captured = sized_as(captured, model_copy, host)  # without values, inputs on meta decide no sizes
-    by_inputs = left_out.reached and any(tensor.requires_grad for tensor in call.tensors)
-    return with_these_gradients(captured, call) if left_out.beyond_inputs or by_inputs else captured
+            captured = with_example_sizes(captured, model_copy, host)  # inputs on meta have no values
+    has_gradients = any(tensor.requires_grad for tensor in call.tensors)
+    if omitted.backward or (omitted.checkpoint and has_gradients):
+        return require_same_gradients(captured, call)
+    return captured
 
 
 def _refuse_layouts(call: BoundCall) -> None:
@@ -153,25 +155,25 @@ def _refuse_layouts(call: BoundCall) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """What may vary in one attempt to trace a call.
+    """One attempt to trace a call: the exporter, and the sizes and numbers that may vary.
 
     Attributes:
         exporter: the name of the exporter.
-        roles: the roles of the axes that vary.
+        roles: the roles of the dynamic axes.
         ones: whether axes of size 1 vary, too; only for ``torch.export``.
         numbers: whether ints and floats vary, too; only for ``torch.export``.
-        after: make the attempt only if the one before it has raised this error; None to make it anyway.
+        only_after: the error of the previous attempt after which to make this one; None to make it always.
     """
 
     exporter: str
     roles: tuple[str, ...] = ()
     ones: bool = False
     numbers: bool = False
-    after: type[Exception] | None = None
+    only_after: type[Exception] | None = None
 
 
 def _attempts(model_copy: ModelCopy, call: BoundCall, *, vary: bool, sizes: bool) -> list[_Attempt]:
-    """Return the attempts in order; the last lets nothing vary except what the caller declares."""
+    """Return the attempts in order; in the last, only sizes that the caller declares are dynamic."""
     last = _Attempt(_EXPORT)
     varying = ((BATCH, LENGTH, SIZE), (BATCH, LENGTH)) if sizes else ((BATCH, LENGTH),)
     if vary and is_transformers_model(model_copy.module) and not call.args:
@@ -186,7 +188,7 @@ def _attempts(model_copy: ModelCopy, call: BoundCall, *, vary: bool, sizes: bool
         if any_one:
             attempts.append(_Attempt(_EXPORT, roles, numbers=True))
         if any_number:  # a symbol cannot be, say, a key of a dict
-            attempts.append(_Attempt(_EXPORT, roles, ones=not any_one, after=TypeError))
+            attempts.append(_Attempt(_EXPORT, roles, ones=not any_one, only_after=TypeError))
     return [*attempts, last]
 
 
@@ -203,7 +205,7 @@ def _exported(
     attempts = _attempts(model_copy, call, vary=vary and dynamic_shapes is None, sizes=sizes)
     trace = partial(_first_traced, attempts, model_copy, call, dynamic_shapes, keep_grad=keep_grad)
     captured, failures = trace()
-    by_data = isinstance(failures.get(_EXPORT), _BY_VALUES)
+    by_data = isinstance(failures.get(_EXPORT), _DATA_DEPENDENT_ERRORS)
     if captured is None and by_data and model_copy.start_branching_on_inputs(call):
         captured, failures = trace()
     if captured is None:
@@ -223,7 +225,7 @@ def _first_traced(
     failures: dict[str, Exception] = {}
     for attempt in attempts:
         failed = failures.get(attempt.exporter)
-        if attempt.after is not None and not isinstance(failed, attempt.after):
+        if attempt.only_after is not None and not isinstance(failed, attempt.only_after):
             continue
         try:
             captured = _traced(attempt, model_copy, call, dynamic_shapes, keep_grad=keep_grad)
@@ -261,7 +263,7 @@ def _traced(
 def _raise_failure(
     failures: Mapping[str, Exception], model_copy: ModelCopy, call: BoundCall, *, keep_grad: bool
 ) -> NoReturn:
-    """Raise the error that the model itself raises for a call; if it runs, why it cannot be traced."""
+    """Raise the error that the model itself raises for a call; if none, a NoGraphError with the reasons."""
     raised = eager_error(model_copy, call, keep_grad=keep_grad)
     if raised is not None:
         if not keep_grad and eager_error(model_copy, call, keep_grad=True) is None:
@@ -280,20 +282,22 @@ def _raise_failure(
 
 
 def _not_captured(model_copy: ModelCopy, failures: Mapping[str, Exception]) -> str:
-    """Return the error text: each exporter's error, the line of the model's code, and what to do about it."""
+    """Return the error text: each exporter's error, the line of the model's code, and advice."""
     last = failures[_EXPORT]
     lines = [f"{exporter}: {first_line(error)}" for exporter, error in failures.items()]
-    by_data = isinstance(last, _BY_VALUES) or any(words in str(last) for words in _WANTS_VALUES)
+    by_data = isinstance(last, _DATA_DEPENDENT_ERRORS) or any(
+        words in str(last) for words in _VALUE_ERROR_TEXTS
+    )
     method = "" if model_copy.method == "forward" else f".{model_copy.method}"
     summary = f"{type(model_copy.module).__name__}{method} could not be traced:\n  " + "\n  ".join(lines)
     unknown = str(last).startswith("Unsupported input type")
-    advice = (_DATA_DECIDES if model_copy.inputs_have_values else _WITHOUT_VALUES) if by_data else ""
-    return summary + failed_line(last) + advice + (_UNKNOWN_CLASS if unknown else "")
+    advice = (_DATA_ADVICE if model_copy.inputs_have_values else _META_ADVICE) if by_data else ""
+    return summary + failed_line(last) + advice + (_CLASS_ADVICE if unknown else "")
 
 
 def _warn_of_fixed_sizes(model_copy: ModelCopy, why: str) -> None:
     model_copy.warn_once(
-        f"{type(model_copy.module).__name__}: {why}, so that each new size of its inputs is traced anew"
+        f"{type(model_copy.module).__name__}: {why}, so that it is retraced for each new size of its inputs"
     )
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan._compat.torch import run_scan, storage_of
 from graphplan._compat.traced_tensors import untraced
 from graphplan.capture.attention import RUNS as ATTENTION
-from graphplan.capture.transformers.recurrences import WHOLE, run_in_torch, shortened, text_length
+from graphplan.capture.transformers.recurrences import RECURRENCES, run_in_torch, text_length, with_length
 from graphplan.devices.machine import unmetered
 from graphplan.devices.topology import SIMULATED, round_up
 from graphplan.ir.liveness import LiveStorages
@@ -153,7 +153,7 @@ class _Tracker(TorchDispatchMode):
             return self._map(func, *args)
         if func is torch.ops.higher_order.scan:
             return self._scan(func, *args)
-        if func in WHOLE:  # run step by step, to see workspace and FLOPs
+        if func in RECURRENCES:  # run step by step, to see workspace and FLOPs
             return self._recurrence(func, args)
         if func is aten.equal.default and self.target is aten.istft.default:
             return False  # istft's check of its window's values, which a fake lacks
@@ -239,7 +239,7 @@ class _Tracker(TorchDispatchMode):
             with self:
                 return run_in_torch(operation, args)
         short, longer = (
-            _tracked(operation, shortened(operation, args, tokens), self.kernels) for tokens in _LENGTHS
+            _tracked(operation, with_length(operation, args, tokens), self.kernels) for tokens in _LENGTHS
         )
         factor = (length - _LENGTHS[1]) / (_LENGTHS[1] - _LENGTHS[0])
         peak, flops = (round(b + (b - a) * factor) for a, b in zip(short, longer, strict=True))

@@ -28,7 +28,7 @@ from graphplan.capture.signature import (
     bind_call,
     same_constant,
 )
-from graphplan.capture.transformers.caches import COUNTERS, can_be_made, is_cache
+from graphplan.capture.transformers.caches import COUNTERS, can_be_rebuilt, is_cache
 from graphplan.runtime.module.result_structure import make
 
 Match = Callable[[Any, list[Any]], bool]
@@ -184,7 +184,7 @@ class _FormReader:
             matches, marked = self.read_all(value.values())
             return _mapping(tuple(value), matches), dict(zip(value, marked, strict=True))
         inner = self.objects and not isinstance(value, _NOT_ATTRIBUTES_ALONE)
-        if not (inner or is_cache(value)) or not can_be_made(value):
+        if not (inner or is_cache(value)) or not can_be_rebuilt(value):
             raise _NoRoute  # such as a deque in a cache, which is more than its attributes
         outside, self.objects = self.objects, True
         parts = [self._attribute(name, part) for name, part in vars(value).items()]

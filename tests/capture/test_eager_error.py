@@ -161,9 +161,7 @@ def test_without_the_exporter_a_placed_model_says_why_once(
     from graphplan.capture import tracing
 
     monkeypatch.setattr(tracing if broken == "export_transformers" else transformers_export, broken, refuse)
-    check_that_it_says_why_once(
-        f"{said} .LookupError: an odd one.*each new size of its inputs is traced anew"
-    )
+    check_that_it_says_why_once(f"{said} .LookupError: an odd one.*retraced for each new size of its inputs")
 
 
 def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +174,7 @@ def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(tracing, "export_transformers", only_fixed)
     check_that_it_says_why_once(
-        "sizes cannot vary in a trace .LookupError: an odd one.*each new size of its inputs is traced anew"
+        "sizes cannot vary in a trace .LookupError: an odd one.*retraced for each new size of its inputs"
     )
 
 
@@ -216,7 +214,7 @@ class Product(nn.Module):
         return torch.sparse.mm(a, x)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support", "ignore:.*traced anew")
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support", "ignore:.*retraced for each")
 def test_compressed_sparse_inputs_are_refused_with_what_to_do() -> None:
     # torch's own error, of storages and strides, came through
     dense, x = torch.eye(4), torch.ones(4, 2)

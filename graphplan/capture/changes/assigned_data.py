@@ -5,8 +5,8 @@
     self.weight.data = torch.renorm(...)        renorm = aten.renorm(...)
                                                 copy_ = aten.copy_(detach, renorm)
 
-In eager mode the weight takes over the memory of the assigned tensor. So nothing else may own this memory:
-the tensor must be made in the call, and not be written to afterwards. Nor may the weight's former memory be
+In eager mode the weight takes over the memory of the assigned tensor. So nothing else may use this memory:
+the tensor must be made in the call, and not be written to afterwards. Nor may the weight's old memory be
 read afterwards, as by ``before = self.weight.data``: the graph has overwritten it.
 """
 
@@ -23,7 +23,7 @@ from graphplan._compat.traced_tensors import node_of
 from graphplan.capture.written_memory import memories
 from graphplan.errors import NoGraphError
 
-_ELSE = (
+_UNSUPPORTED = (
     "forward assigns the .data of a tensor: in a graph, only a parameter or buffer can be assigned, with a "
     "tensor of its shape and type that the call has made. Use copy_"
 )
@@ -55,18 +55,18 @@ class AssignedData:
         value_node = node_of(value, tracer)
         if value_node is not None:
             self._require_new(value_node)
-        place = storage_of(tensor), tensor.stride(), tensor.storage_offset(), _shape_and_type(tensor)
-        if place == (storage_of(value), value.stride(), value.storage_offset(), _shape_and_type(value)):
+        layout = storage_of(tensor), tensor.stride(), tensor.storage_offset(), _shape_and_type(tensor)
+        if layout == (storage_of(value), value.stride(), value.storage_offset(), _shape_and_type(value)):
             return  # the weight is assigned its own data
         tables = [table for part in self._module.modules() for table in (part._parameters, part._buffers)]
         weights = [one for table in tables for one in table.values() if one is not None]
-        others = {storage_of(one) for one in weights if one is not tensor}
+        other_storages = {storage_of(one) for one in weights if one is not tensor}
         values = (node.meta["val"] for node in tracer.graph.find_nodes(op="placeholder"))
         input_memories = {storage_of(one) for one in values if isinstance(one, torch.Tensor)}
-        is_weight = any(one is tensor for one in weights) and storage_of(tensor) not in others
+        is_weight = any(one is tensor for one in weights) and storage_of(tensor) not in other_storages
         is_new = value_node is not None and storage_of(value) not in input_memories
         if not (is_weight and is_new and _shape_and_type(tensor) == _shape_and_type(value)):
-            raise NoGraphError(_ELSE)
+            raise NoGraphError(_UNSUPPORTED)
         tensor.detach().copy_(value.detach())
         copied = next(iter(reversed(tracer.graph.nodes)))
         self._copies[storage_of(tensor)].append((node_of(tensor, tracer), copied))

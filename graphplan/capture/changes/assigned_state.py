@@ -5,11 +5,11 @@ Before and after, in the trace of a module's call::
     self.mean = 0.9 * self.mean + x            add = 0.9 * mean + x
                                                copy_ = copy_(mean, add)
 
-``torch.export`` does this for the buffers of the model itself, but not for those of its submodules. Of any
-other attribute a trace reads the tensor that was there before. So a model that depends on a tensor, or a flag
-(weights are scaled already), that its previous call assigned has no graph. A table that the first call makes,
-and later calls read, is allowed: each call of the graph makes it. A second trace, of the call that follows,
-tells these apart.
+``torch.export`` does this for the buffers of the model itself, but not for those of its submodules. For any
+other attribute, a trace reads the tensor from before the trace. So a model has no graph if it depends on a
+tensor or a flag (such as that weights are already scaled) that its previous call assigned. A table that the
+first call makes and later calls read is allowed: each call of the graph makes it. A second trace, of the next
+call, distinguishes these cases.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ class _Change:
 
 
 class AssignedState:
-    """What modules, and the objects in their attributes, assign in one trace; see the module docstring.
+    """Assignments by modules, and by objects in their attributes, in one trace; see the module docstring.
 
     Attributes:
         losses: assigned attributes that have a gradient, such as auxiliary losses.
-        makes_tensors: whether the next call may depend on tensors that this one has made.
+        makes_tensors: whether the next call may depend on tensors that this one makes.
         reads_values: whether the trace depended on the value of a tensor.
         data: assignments to the ``data`` of tensors.
         branches: branches of the code on values of weights or inputs.
@@ -90,7 +90,7 @@ class AssignedState:
         self._buffers: dict[int, dict[str, Any]] = {}
         self._attributes: dict[int, dict[str, Snapshot]] = {}
         self._written: dict[tuple[int, str], torch.Tensor] = {}
-        self._made: dict[tuple[int, str], _Change] = {}
+        self._replaced: dict[tuple[int, str], _Change] = {}
         self._changes: list[_Change] = []
         self._requiring = set[int]()  # ids of the buffers that required a gradient before the call
         self._with_history: list[str] = []
@@ -101,14 +101,14 @@ class AssignedState:
         self.reads_values = False
         self.kept_by_hooks: list[str] = []
 
-    def note_value(self) -> None:
-        """Note that the trace has read the value of a tensor."""
+    def record_value_read(self) -> None:
+        """Record that the trace has read the value of a tensor."""
         self.reads_values = True
 
     def call(
         self, tracer: Any, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return the result of a module's call; write buffers at the end of the first, that of the model."""
+        """Return the result of a module's call; at the end of the model's own call, write buffers."""
         if self._buffers:
             return forward(*args, **kwargs)
         for part in _modules(module):
@@ -121,11 +121,11 @@ class AssignedState:
         for part in _modules(module):
             self._write_buffers(tracer.graph, type(part).__name__, part._buffers)
         for owner in (*_modules(module), *self._objects.values()):
-            self._note_attributes(owner)
+            self._record_changes(owner)
         return result
 
     def _write_buffers(self, graph: fx.Graph, label: str, table: dict[str, Any]) -> None:
-        before = self._buffers.get(id(table), table)  # buffers of a module made in the call are not written
+        before = self._buffers.get(id(table), table)  # a module made in the call has no old buffers
         for name in {**before, **table}:
             value, buffer = table.get(name), before.get(name)
             if value is not None and value.requires_grad and id(value) not in self._requiring:
@@ -133,7 +133,8 @@ class AssignedState:
             if value is buffer:
                 continue
             if buffer is None or value is None or (buffer.shape, buffer.dtype) != (value.shape, value.dtype):
-                self._made[id(table), name] = _Change(table, label, name, buffer, [], value, False)
+                change = _Change(table, label, name, before=buffer, tensors=[], after=value, is_plain=False)
+                self._replaced[id(table), name] = change
                 continue
             if {buffer.layout, value.layout} != {torch.strided}:
                 raise NoGraphError(f"{label}.{name} is assigned a tensor of the layout {value.layout}")
@@ -158,34 +159,42 @@ class AssignedState:
             if (id(part._buffers), name) in self._written
         }
 
-    def _note_attributes(self, owner: Any) -> None:
-        own, label = vars(owner), type(owner).__name__
-        known = self._attributes.get(id(own), {})
+    def _record_changes(self, owner: Any) -> None:
+        attributes, label = vars(owner), type(owner).__name__
+        known = self._attributes.get(id(attributes), {})
         for name in {**known, **own_attributes(owner)}:
-            before, after = known.get(name, Snapshot(_ABSENT)), own.get(name, _ABSENT)
+            before, after = known.get(name, Snapshot(_ABSENT)), attributes.get(name, _ABSENT)
             if not before.matches(after):
-                was, now = self._opened(before), self._opened(snapshot(after))
-                is_plain = was.plain() != now.plain()
-                self._changes.append(_Change(own, label, name, before.value, _tensors(was), after, is_plain))
+                old, new = self._expanded(before), self._expanded(snapshot(after))
+                change = _Change(
+                    attributes,
+                    label,
+                    name,
+                    before=before.value,
+                    tensors=_tensors(old),
+                    after=after,
+                    is_plain=old.plain() != new.plain(),
+                )
+                self._changes.append(change)
                 # a pre-hook such as weight_norm's sets the weight that the module then reads
-                by_hook = own.get("_forward_pre_hooks") and isinstance(before.value, torch.Tensor)
-                if not by_hook and any(one.grad_fn for one in _tensors(now)):
+                by_hook = attributes.get("_forward_pre_hooks") and isinstance(before.value, torch.Tensor)
+                if not by_hook and any(one.grad_fn for one in _tensors(new)):
                     self.losses.append(f"{label}.{name}")
 
-    def _opened(self, kept: Snapshot) -> Snapshot:
-        """Return the snapshot with the attributes of the objects in it, also of those that the call made."""
-        return kept.expanded(self._objects | self._made_in(kept.value))
+    def _expanded(self, value: Snapshot) -> Snapshot:
+        """Return the snapshot with the attributes of all objects in it, including those made in the call."""
+        return value.expanded(self._objects | self._new_objects_in(value.value))
 
-    def _made_in(self, value: Any) -> dict[int, Any]:
-        """Return the objects in ``value`` that were not there before the call, by id."""
+    def _new_objects_in(self, value: Any) -> dict[int, Any]:
+        """Return id -> object in ``value`` that did not exist before the call."""
         found = data_in("", value, set(self._objects), self._modules).objects
         return {id(one): one for one in found if id(vars(one)) not in self._attributes}
 
     def _tensors_in(self, value: Any) -> list[torch.Tensor]:
-        return _tensors(self._opened(snapshot(value)))
+        return _tensors(self._expanded(snapshot(value)))
 
     def _carried(self, read: list[torch.Tensor]) -> list[_Change]:
-        """Return the changes of attributes whose former tensors the call ``read``."""
+        """Return the changes of attributes whose old tensors are among ``read``."""
         return [one for one in self._changes if _share_any(one.tensors, read)]
 
     @contextmanager
@@ -196,13 +205,13 @@ class AssignedState:
         """
         carried = self._carried(constants_read(program))
         resized = [one for one in self._changes if len(one.tensors) != len(self._tensors_in(one.after))]
-        self.makes_tensors = bool(carried or resized or self._made)
+        self.makes_tensors = bool(carried or resized or self._replaced)
         plain = any(one.is_plain for one in self._changes)
-        changes = [*self._changes, *self._made.values()] if self.makes_tensors or plain else []
+        changes = [*self._changes, *self._replaced.values()] if self.makes_tensors or plain else []
         with restored(one.owner for one in changes):
             for one in changes:
-                for made in self._made_in(one.after).values():
-                    vars(made).update({name: _without_trace(value) for name, value in vars(made).items()})
+                for new in self._new_objects_in(one.after).values():
+                    vars(new).update({name: _without_trace(value) for name, value in vars(new).items()})
                 if one.after is _ABSENT:
                     one.owner.pop(one.name, None)
                 else:
@@ -212,38 +221,39 @@ class AssignedState:
     def require_same_next(
         self,
         traced: torch.export.ExportedProgram,
-        again: AssignedState,
-        program: torch.export.ExportedProgram,
+        next_state: AssignedState,
+        next_program: torch.export.ExportedProgram,
     ) -> None:
         """Raise KeptStateError if the next call depends on attributes that this one, ``traced``, assigned.
 
-        ``again`` and ``program`` are the state and the trace of the next call.
+        ``next_state`` and ``next_program`` are the state and the trace of the next call.
         """
-        for key, one in self._made.items():
+        for key, one in self._replaced.items():
             is_removed = one.before is not None and one.after is None
-            if is_removed or key in again._made or key in again._written:
+            if is_removed or key in next_state._replaced or key in next_state._written:
                 raise KeptStateError(
                     f"{one.label}.{one.name} is {_shape_text(one.before)} and is assigned "
                     f"{_shape_text(one.after)}: in a graph, a buffer keeps its shape and type"
                 )
-        read, changed = constants_read(program), {(id(one.owner), one.name) for one in again._changes}
-        for one in again._carried(read) + self._carried(constants_read(traced)):
+        read = constants_read(next_program)
+        changed = {(id(one.owner), one.name) for one in next_state._changes}
+        for one in next_state._carried(read) + self._carried(constants_read(traced)):
             is_kept = (id(one.owner), one.name) not in changed and _share_any(
                 self._tensors_in(one.owner[one.name]), read
             )
             if not is_kept:  # the first call alone may convert a tensor that later ones read
                 label = f"{one.label}.{one.name}"
                 raise KeptStateError(nothing_from_before(label, one.name, "read and then assigned"))
-        written = [program.constants[name] for name in written_constants(program)]
+        written = [next_program.constants[name] for name in written_constants(next_program)]
         for one in self._changes:
             if _share_any(self._tensors_in(one.owner.get(one.name)), written):
                 raise KeptStateError(nothing_from_before(f"{one.label}.{one.name}", one.name, WRITTEN))
         plain = [one for one in self._changes if one.is_plain]
         # the next call reads tensors that the first one makes, so that only their writes can be compared
         describe = writes_to_state if self.makes_tensors else operations
-        # a call that finds an answer in an attribute does not ask again
-        answers, next_answers = self.branches.answers_given, again.branches.answers_given
-        if plain and (describe(traced) != describe(program) or answers != next_answers):
+        # a call that finds an answer in an attribute does not compute it
+        answers, next_answers = self.branches.answers_given, next_state.branches.answers_given
+        if plain and (describe(traced) != describe(next_program) or answers != next_answers):
             raise KeptStateError(
                 f"a call changes {plain[0].label}.{plain[0].name}, and the next computes something else; a "
                 "graph always computes the same. If only the first call differs, call the model before you "
@@ -251,10 +261,10 @@ class AssignedState:
             )
 
 
-def nothing_from_before(label: str, name: str, what: str) -> str:
-    """Return the error text for an attribute that a call changes; ``what`` says how, ``label`` names it."""
+def nothing_from_before(label: str, name: str, change: str) -> str:
+    """Return the error text for an attribute ``label`` that a call changes, as ``change`` describes."""
     return (
-        f"{label} is {what}: a graph keeps nothing from the call before except buffers. Make it a buffer, "
+        f"{label} is {change}: a graph keeps nothing from the call before except buffers. Make it a buffer, "
         f"by register_buffer({name!r}, ...)"
     )
 
@@ -276,13 +286,13 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
     return reached([module], children, lambda part: id(vars(part)))
 
 
-def _tensors(kept: Snapshot) -> list[torch.Tensor]:
+def _tensors(value: Snapshot) -> list[torch.Tensor]:
     """Return the tensors of an attribute, by itself or in containers."""
-    return [leaf for leaf in kept.leaves() if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in value.leaves() if isinstance(leaf, torch.Tensor)]
 
 
 def _without_trace(tree: Any) -> Any:
-    """Return a tree with zeros in the place of traced tensors, and numbers in the place of symbols."""
+    """Return a tree with zeros in place of traced tensors, and numbers in place of symbols."""
     leaves, spec = flatten(tree, Seen())
     return unflatten([_zeros(one) if isinstance(one, torch.Tensor) else _number(one) for one in leaves], spec)
 
@@ -292,7 +302,7 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _number(leaf: Any) -> Any:
-    """Return the number of a symbol: its hint, or 1 for a size that data decides."""
+    """Return the number of a symbol: its hint, or 1 for a data-dependent size."""
     if not isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
         return leaf
     return leaf.node.hint if leaf.node.has_hint() else leaf.node.pytype(1)

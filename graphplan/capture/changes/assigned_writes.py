@@ -33,28 +33,30 @@ ASSIGNS = "graphplan_assigns"
 def place_writes(graph: fx.Graph) -> None:
     """Move writes of assigned buffers up from the end of a graph; see the module docstring."""
     writes = {node: node.all_input_nodes[-1] for node in graph.nodes if node.meta.pop(ASSIGNS, False)}
+    if not writes:
+        return
     written = set(_memories(*writes))
     copies: dict[fx.Node, fx.Node] = {}
     for reader in (*writes.values(), graph.output_node()):
-        for given in reader.all_input_nodes if writes else ():
-            held = given
-            while held in writes:  # the trace's node for a buffer is the last write to it
-                held = held.all_input_nodes[0]
-            if written.isdisjoint(_memories(held)):
+        for argument in reader.all_input_nodes:
+            source = argument
+            while source in writes:  # the trace's node for a buffer is the last write to it
+                source = source.all_input_nodes[0]
+            if written.isdisjoint(_memories(source)):
                 continue
-            if held not in copies:
+            if source not in copies:
                 with graph.inserting_before(next(iter(writes.values()))):
-                    copies[held] = graph.call_function(aten.clone.default, (held,))
-                copies[held].meta = {"val": held.meta["val"].clone()}
-            reader.replace_input_with(given, copies[held])
-    for held, copy in copies.items():
-        _move([copy], set(_memories(held)))
+                    copies[source] = graph.call_function(aten.clone.default, (source,))
+                copies[source].meta = {"val": source.meta["val"].clone()}
+            reader.replace_input_with(argument, copies[source])
+    for source, copy in copies.items():
+        _move([copy], set(_memories(source)))
     for write, detach in writes.items():
         _move([detach, write], set(_memories(write)))
 
 
 def _move(nodes: list[fx.Node], own: set[int]) -> None:
-    """Move nodes up to the last node that makes what they read, or that touches their ``own`` memory."""
+    """Move nodes up to the last node that computes an input of theirs, or touches their ``own`` memory."""
     inputs = {source for node in nodes for source in node.all_input_nodes}
     read = set(_memories(*inputs))
     last = nodes[0].prev
@@ -90,11 +92,11 @@ def unconverted(node: fx.Node) -> fx.Node:
     return node
 
 
-def keep_what_is_read(capture: Capture) -> None:
-    """Make the readers of a buffer before its assignment read a copy, which a backward pass may read, too."""
+def copy_read_buffers(capture: Capture) -> None:
+    """Make readers of a buffer before its assignment read a copy, which a backward pass may read later."""
     for node in capture.graph.find_nodes(op="call_function", target=aten.copy_.default):
         if node.all_input_nodes[-1].target is not aten.detach.default:
-            continue  # no write of an assigned buffer, as ``AssignedState`` traces it
+            continue  # not a write of an assigned buffer, as ``AssignedState`` traces it
         buffer = node.all_input_nodes[0]
         earlier = sorted(user for user in buffer.users if user < node)
         if _written_node(buffer).name not in capture.weights or not earlier or any(map(writes, earlier)):

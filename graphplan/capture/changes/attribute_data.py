@@ -28,8 +28,8 @@ _NOT_SEARCHED = (type, ModuleType, logging.Logger, torch.Generator)
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, nn.Module)
 _LIBRARIES = {"numpy", "torch", *sys.stdlib_module_names} - {"__main__", "collections"}
 _UNCHANGING = tuple(kind for kind in PLAIN if kind is not enum.Enum)  # a member may have attributes
-_OF_BYTES = (bytearray, array)
-_BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)  # objects with such a hash, or none, may change
+_BYTE_CONTAINERS = (bytearray, array)
+_IDENTITY_HASHES: tuple[Any, ...] = (None, object.__hash__)  # objects with such a hash, or none, may change
 
 
 @dataclass(slots=True)
@@ -51,28 +51,28 @@ class Data:
     seen: set[int] = field(default_factory=set)
 
 
-def data_in(name: str, value: Any, known: set[int], model: set[int]) -> Data:
+def data_in(name: str, value: Any, searched: set[int], model: set[int]) -> Data:
     """Return the contents of an attribute; nothing if it is not data.
 
     Args:
         name: readable name of the attribute.
         value: the attribute.
-        known: ids of the values that were searched before.
+        searched: ids of the values that were searched before.
         model: ids of the model's modules, which are searched separately.
     """
     data = Data()
-    return data if _Search(data, known, model).add(name, value) else Data()
+    return data if _Search(data, searched, model).add(name, value) else Data()
 
 
 def plain_data(model: nn.Module) -> Iterator[tuple[Any, str, Data]]:
     """Yield owner, attribute name and contents of attributes that are not torch's; each value once."""
     parts = list(model.modules())
-    module_ids, known = set(map(id, parts)), set[int]()
+    module_ids, searched = set(map(id, parts)), set[int]()
     owners: list[nn.Module | torch.Tensor] = [*parts, *model.parameters()]
     for owner in owners:
         for name, value in own_attributes(owner).items():
-            data = data_in(name, value, known, module_ids)
-            known |= data.seen
+            data = data_in(name, value, searched, module_ids)
+            searched |= data.seen
             yield owner, name, data
 
 
@@ -107,7 +107,7 @@ def is_plain(value: Any, enclosing: tuple[int, ...] = (), classes: tuple[Any, ..
 
 def is_container(value: Any) -> bool:
     """Whether a value is a container that is compared whole, since it may be changed in place."""
-    return isinstance(value, _OF_BYTES) or (isinstance(value, CONTAINERS) and is_plain(value))
+    return isinstance(value, _BYTE_CONTAINERS) or (isinstance(value, CONTAINERS) and is_plain(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +115,13 @@ class _Search:
     """Collects the contents of an attribute.
 
     Attributes:
-        data: what was found.
-        known: ids of the values that were searched before.
+        data: the contents found so far.
+        searched: ids of the values that were searched before.
         model: ids of the model's modules.
     """
 
     data: Data
-    known: set[int]
+    searched: set[int]
     model: set[int]
 
     def add(self, name: str, value: Any, *, owned: bool = False) -> bool:
@@ -129,7 +129,7 @@ class _Search:
         data = self.data
         if id(value) in self.model:
             return not owned
-        if id(value) in self.known or id(value) in data.seen or isinstance(value, _NOT_SEARCHED):
+        if id(value) in self.searched or id(value) in data.seen or isinstance(value, _NOT_SEARCHED):
             return True
         data.seen.add(id(value))
         if _has_attributes(value):
@@ -177,14 +177,14 @@ def _has_attributes(value: Any) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether a value is a namespace, or of a class that no library here defines, and has attributes."""
+    """Whether a value has attributes, and is a namespace or of a class that no library here defines."""
     library = type(value).__module__.partition(".")[0]
     return hasattr(value, "__dict__") and (isinstance(value, _NAMESPACES) or library not in _LIBRARIES)
 
 
 def _is_immutable(value: Any) -> bool:
     """Whether the class hashes by value, so that the value cannot change: a path, a range, a date."""
-    return isinstance(value, slice) or type(value).__hash__ not in _BY_IDENTITY
+    return isinstance(value, slice) or type(value).__hash__ not in _IDENTITY_HASHES
 
 
 def _items_in(name: str, value: Any) -> Iterator[tuple[str, Any, Any]]:

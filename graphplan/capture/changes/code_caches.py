@@ -31,7 +31,7 @@ from graphplan.capture.structure import CONTAINERS, PLAIN_TYPES, reached
 
 _LIBRARIES = {*sys.stdlib_module_names, "graphplan", "numpy", "torch"} - {"__main__"}
 _CACHED: Any = type(functools.lru_cache(lambda: None))
-_AROUND = {
+_WRAPPED = {
     staticmethod: "__func__",
     classmethod: "__func__",
     property: "fget",
@@ -60,31 +60,33 @@ class CodeCaches:
         code = [*map(function_of, hooks), *functions, *classes]
         self._packages = set(map(_package, code)) - _LIBRARIES
         self._todo: list[Any] = [*code, *hooks, *(type(one) for part in parts for one in vars(part).values())]
-        held, seen = held_by(model), set[int]()
+        attribute_ids, seen = held_by(model), set[int]()
         while self._todo:
             value = self._todo.pop()
             # attributes of the model are restored elsewhere
             if type(value) not in PLAIN_TYPES and id(value) not in seen:
                 seen.add(id(value))
-                if id(value) not in held or not issubclass(type(value), nn.Module | dict | list | deque):
+                if id(value) not in attribute_ids or not issubclass(
+                    type(value), nn.Module | dict | list | deque
+                ):
                     self._visit(value)
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Context manager that removes what a trace has stored there at its exit."""
+        """Context manager that, at its exit, removes traced values from these tables and caches."""
         before = [(table, dict(_items(table))) for table in self._tables.values()]
         misses = [cached.cache_info().misses for cached in self._cached]
         try:
             yield
         finally:
             for table, entries in before:
-                _put_back(table, entries)
+                _restore(table, entries)
             for cached, count in zip(self._cached, misses, strict=True):
                 if cached.cache_info().misses != count and any(map(_is_traced, _results(cached))):
                     cached.cache_clear()
 
     def _visit(self, value: Any) -> None:
-        kind = type(value)  # ``isinstance`` would ask a proxy, such as one of a request, for its object
+        kind = type(value)  # ``isinstance`` would make a proxy, such as one of a request, load its object
         if kind is _CACHED:
             self._cached.append(value)
             self._todo += _results(value)
@@ -94,8 +96,8 @@ class CodeCaches:
             self._todo.append(value.__self__)
         elif kind is functools.partial:
             self._todo += [value.func, *value.args, *value.keywords.values()]
-        elif kind in _AROUND:
-            self._todo.append(getattr(value, _AROUND[kind]))
+        elif kind in _WRAPPED:
+            self._todo.append(getattr(value, _WRAPPED[kind]))
         elif kind is FunctionType:
             if _package(value) in self._packages:
                 if _top(value.__globals__.get("__name__")) in self._packages:  # not the file of a decorator
@@ -119,7 +121,7 @@ class CodeCaches:
             self._todo += [kind, attributes_behind(value)]
 
     def _named_values(self, function: FunctionType) -> list[Any]:
-        """Return the globals that a function may read, of its own module and of others of the packages."""
+        """Return the globals that a function may read, in its own module and in others of these packages."""
         names, spaces, values = names_in(function), [function.__globals__], list[Any]()
         for space in spaces:
             self._tables[id(space)] = space
@@ -128,8 +130,10 @@ class CodeCaches:
             for value in map(space.get, used):
                 if not issubclass(type(value), ModuleType):
                     values.append(value)
-                elif _top(vars(value).get("__name__")) in self._packages:
-                    spaces += [vars(value)] if id(vars(value)) not in map(id, spaces) else []
+                elif _top(vars(value).get("__name__")) in self._packages and id(vars(value)) not in map(
+                    id, spaces
+                ):
+                    spaces.append(vars(value))
         return values
 
 
@@ -148,8 +152,8 @@ def _items(table: Any) -> list[tuple[Any, Any]]:
     return list(vars(table).items()) if isinstance(table, type) else items_of(table)
 
 
-def _put_back(table: Any, before: dict[Any, Any]) -> None:
-    """Replace values of a trace in a table by those that were there before."""
+def _restore(table: Any, before: dict[Any, Any]) -> None:
+    """Replace values of a trace in a table by the values before it."""
     new = [(name, value) for name, value in _items(table) if before.get(name, _ABSENT) is not value]
     for name in [name for name, value in new if _is_traced(value)]:
         if isinstance(table, list | deque | set):

@@ -25,26 +25,26 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A container of the caller's.
+class _Container:
+    """A container among the caller's arguments.
 
     Attributes:
-        place: its path in the arguments.
-        is_found: whether a named argument, and keys, lead to it.
+        path: its path in the arguments.
+        is_reachable: whether a named argument and keys lead to it.
         value: the container in the trace.
         parts: its contents before the call.
         context: its pytree context before the call.
     """
 
-    place: Given
-    is_found: bool
+    path: Given
+    is_reachable: bool
     value: Any
     parts: list[Any]
     context: Any
 
     @property
     def is_changed(self) -> bool:
-        """Whether it holds other objects now."""
+        """Whether the container holds other objects now."""
         parts, context = node_of_class(type(self.value)).flatten_fn(self.value)
         same = len(parts) == len(self.parts) and all(a is b for a, b in zip(parts, self.parts, strict=True))
         return not same or context != self.context
@@ -59,51 +59,55 @@ class GivenContents:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._held: dict[int, _Held] = {}
-        self._places: dict[int, Given] = {}  # by id, also of tensors and other objects
+        self._containers: dict[int, _Container] = {}
+        self._paths: dict[int, Given] = {}  # by id; also for tensors and other objects
         for index, value in enumerate(args):
-            self._hold(value, Given(f"args[{index}]"), is_found=False)
+            self._add(value, Given(f"args[{index}]"), is_reachable=False)
         for name, value in kwargs.items():
-            self._hold(value, Given(name), is_found=True)
+            self._add(value, Given(name), is_reachable=True)
 
-    def _hold(self, value: Any, place: Given, *, is_found: bool) -> None:
-        if id(value) in self._places or id(value) in self._held or isinstance(value, CONSTANTS):
+    def _add(self, value: Any, path: Given, *, is_reachable: bool) -> None:
+        if id(value) in self._paths or id(value) in self._containers or isinstance(value, CONSTANTS):
             return
-        if is_found:
-            self._places[id(value)] = place
+        if is_reachable:
+            self._paths[id(value)] = path
         node = node_of_class(type(value))
         if node is None:
             return
         parts, context = node.flatten_fn(value)
-        self._held[id(value)] = _Held(place, is_found, value, list(parts), context)
+        self._containers[id(value)] = _Container(path, is_reachable, value, list(parts), context)
         for key, part in keyed_parts(node, value):
-            inside = Given(place.name, (*place.path, key))
-            self._hold(part, inside, is_found=is_found and _leads_to(key, value, part))
+            inside = Given(path.name, (*path.path, key))
+            self._add(part, inside, is_reachable=is_reachable and _has_key(key, value, part))
 
     def changes(self) -> tuple[dict[str, list[tuple[Given, Any]]], dict[int, Given]]:
-        """Return, by changed argument, the contents of its lists and dicts; and id -> place of all in it.
+        """Return changed argument -> contents of its lists and dicts, and id -> path of all objects in it.
 
         Raises:
             NoGraphError: a container has changed that is neither a list nor a dict, or that no names lead to.
         """
-        changed = {key: held for key, held in self._held.items() if held.is_changed}
+        changed = {key: container for key, container in self._containers.items() if container.is_changed}
         contents_of: dict[str, list[tuple[Given, Any]]] = {}
-        for held in changed.values():
-            if not (held.is_found and _can_be_changed(held.value)):
+        for container in changed.values():
+            if not (container.is_reachable and _can_be_changed(container.value)):
                 raise NoGraphError(
-                    f"forward changes {held.place}, a {type(held.value).__name__} in its arguments: a graph "
-                    "can change only lists and dicts, in named arguments"
+                    f"forward changes {container.path}, a {type(container.value).__name__} in its arguments: "
+                    "a graph can change only lists and dicts, in named arguments"
                 )
-            contents_of[held.place.name] = []
+            contents_of[container.path.name] = []
         # also the unchanged ones: in a later call, a changed one must not be the same object as one of these
-        for key, held in self._held.items():
-            if held.is_found and held.place.name in contents_of and _can_be_changed(held.value):
-                contents = _contents(held.value) if key in changed else held.value
-                contents_of[held.place.name].append((held.place, contents))
-        return contents_of, {key: place for key, place in self._places.items() if place.name in contents_of}
+        for key, container in self._containers.items():
+            if (
+                container.is_reachable
+                and container.path.name in contents_of
+                and _can_be_changed(container.value)
+            ):
+                contents = _contents(container.value) if key in changed else container.value
+                contents_of[container.path.name].append((container.path, contents))
+        return contents_of, {key: path for key, path in self._paths.items() if path.name in contents_of}
 
 
-def _leads_to(key: Any, value: Any, part: Any) -> bool:
+def _has_key(key: Any, value: Any, part: Any) -> bool:
     """Whether a key leads to a part of a value: parts of caches, and of some classes, are only numbered."""
     try:
         return key.get(value) is part

@@ -1,4 +1,4 @@
-"""What an exported program reads, writes and computes, to compare the traces of two calls."""
+"""Reads, writes and operations of an exported program, to compare the traces of two calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def constants_read(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
 
 
 def writes_to_state(program: torch.export.ExportedProgram) -> list[tuple[str, str]]:
-    """Return the operations that write to weights and buffers, each with the name of what it writes to."""
+    """Return the operations that write to weights and buffers, each with the name of the written tensor."""
     signature, nodes = program.graph_signature, program.graph.nodes
     state = {*signature.inputs_to_parameters, *signature.inputs_to_buffers}
     storages = {storage_of(node.meta["val"]): node.name for node in nodes if node.name in state}
@@ -49,9 +49,9 @@ def operations(program: torch.export.ExportedProgram) -> tuple[list[str], list[A
     texts = []
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
-            place = {node: index for index, node in enumerate(module.graph.nodes)}
-            for node in place:
-                arguments = fx.node.map_arg((node.args, node.kwargs), place.__getitem__)
+            position = {node: index for index, node in enumerate(module.graph.nodes)}
+            for node in position:
+                arguments = fx.node.map_arg((node.args, node.kwargs), position.__getitem__)
                 texts.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {arguments}")
     read = [one.detach() for one in constants_read(program)]
     return texts, [(one.dtype, one.shape, one.flatten().view(torch.uint8).numpy().tobytes()) for one in read]

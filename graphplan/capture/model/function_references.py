@@ -64,11 +64,11 @@ def proxies_of(parts: Iterable[nn.Module]) -> dict[int, Any]:
     return {id(one): one for one in references if issubclass(type(one), weakref.ProxyTypes)}
 
 
-def refer_to_copies(made: nn.Module, parts: Iterable[nn.Module], copies: dict[int, Any]) -> None:
-    """Make functions and weak references in everything that was copied refer to ``copies``.
+def refer_to_copies(model_copy: nn.Module, parts: Iterable[nn.Module], copies: dict[int, Any]) -> None:
+    """Make functions and weak references in all copied objects refer to ``copies``.
 
     Args:
-        made: the copy of the model.
+        model_copy: the copy of the model.
         parts: the modules that were copied.
         copies: id of the original -> copy, the memo of ``copy.deepcopy``.
     """
@@ -76,13 +76,15 @@ def refer_to_copies(made: nn.Module, parts: Iterable[nn.Module], copies: dict[in
     copied = [one for key, one in copies.items() if key not in (id(one), id(copies))]
     for part in parts:
         part_copy = copies.get(id(part))
-        for one in weakref.getweakrefs(part) if part_copy is not None else ():  # its parent may rebuild it
+        if part_copy is None:  # its parent may rebuild it
+            continue
+        for one in weakref.getweakrefs(part):
             if type(one) is weakref.ref:
                 copies[id(one)] = weakref.ref(part_copy)
             elif issubclass(type(one), weakref.ProxyTypes):
                 copies[id(one)] = weakref.proxy(part_copy)
     references = _References(copies)
-    for one in (*copied, *made.modules()):
+    for one in (*copied, *model_copy.modules()):
         is_container = issubclass(type(one), dict | list | deque)
         table: Any = one if is_container else None if type(one) in _CODE else attributes_behind(one)
         for key, value in [] if table is None else items_of(table):
@@ -94,7 +96,7 @@ def refer_to_copies(made: nn.Module, parts: Iterable[nn.Module], copies: dict[in
 
 @contextmanager
 def untouched_by_hooks(model: nn.Module) -> Iterator[list[str]]:
-    """Context manager that restores what hooks refer to; it yields a list that gets warnings at the exit.
+    """Context manager that restores objects to which hooks refer; it yields a list for warnings at the exit.
 
     Attributes of the model are restored elsewhere.
     """
@@ -103,7 +105,7 @@ def untouched_by_hooks(model: nn.Module) -> Iterator[list[str]]:
     for label, hook in hooks:
         closure = getattr(function_of(hook), "__closure__", None) or ()
         cells += [(label, cell, content_of(cell)) for cell in closure]
-        for value in _writable_by(hook):
+        for value in _writable_objects(hook):
             table = value if issubclass(type(value), CONTAINERS) else attributes_behind(value)
             is_attribute = id(value) in held and (table is value or isinstance(value, nn.Module))
             if table is not None and not is_attribute and id(table) not in tables:
@@ -138,12 +140,12 @@ def _globals(function: Any) -> list[Any]:
     return [function.__globals__[name] for name in names if name in function.__globals__]
 
 
-def _writable_by(hook: Any) -> Iterator[Any]:
+def _writable_objects(hook: Any) -> Iterator[Any]:
     """Yield the objects that a hook could write to."""
     function = function_of(hook)
     objects = [function, *_globals(function)]
     if isinstance(function, FunctionType):
-        objects += _inside(function)
+        objects += _references_in(function)
     while isinstance(hook, functools.partial):
         objects += [*hook.args, *hook.keywords.values()]
         hook = hook.func
@@ -168,7 +170,9 @@ class _References:
     def reached_from(self, value: Any) -> bool:
         """Whether ``value`` is, holds, or closes over an object that has a copy."""
         seen = set[int]()
-        for one in reached([value], lambda one: () if id(one) in self._unrelated else _inside(one), id):
+        for one in reached(
+            [value], lambda one: () if id(one) in self._unrelated else _references_in(one), id
+        ):
             if self._copies.get(id(one), one) is not one:
                 return True
             if type(one) is MethodType and id(one.__self__) in self._copies:
@@ -228,7 +232,7 @@ class _References:
                 cell.cell_contents = self.referring(content)
 
 
-def _inside(value: Any) -> list[Any]:
+def _references_in(value: Any) -> list[Any]:
     if type(value) is FunctionType:
         defaults = value.__defaults__ or (), (value.__kwdefaults__ or {}).values()
         return [*map(content_of, value.__closure__ or ()), *chain(*defaults)]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan._compat.bitsandbytes import settle
+from graphplan._compat.bitsandbytes import prepare_quantized
 from graphplan.capture.changes.attribute_data import plain_tensors
 from graphplan.capture.model.model_weights import (
     ModelWeights,
@@ -95,7 +95,7 @@ class ModelCopy:
         self.autocast: torch.dtype | None = None
         self.has_forward_pre_hooks = bool(model._forward_pre_hooks)
         _require_own_tensors(model)
-        settle(model)
+        prepare_quantized(model)
         self.weights = ModelWeights(model)
         self.current: ValueOf = self.weights.tensors.get
         self.signature = signature_of(model.forward)
@@ -103,8 +103,8 @@ class ModelCopy:
         for tensor in self.weights.tensors.values():
             if id(tensor) in stand_ins:
                 identities[identity(stand_ins[id(tensor)])] = identities[identity(tensor)]
-        others = (tensor for *_, tensor in plain_tensors(model) if tensor.device.type not in ("cpu", "meta"))
-        stand_ins = {id(tensor): tensor.detach().cpu() for tensor in others} | stand_ins
+        off_cpu = (tensor for *_, tensor in plain_tensors(model) if tensor.device.type not in ("cpu", "meta"))
+        stand_ins = {id(tensor): tensor.detach().cpu() for tensor in off_cpu} | stand_ins
         self.module, self.shared = copy_to_trace(model, stand_ins)
         tensors = plain_attributes(self.module)
         self.attributes = {memory_of(tensor): (name, identity(tensor)) for name, tensor in tensors.items()}
@@ -231,7 +231,7 @@ def _require_own_tensors(model: nn.Module) -> None:
 
 
 def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
-    """Return id of each weight -> a CPU tensor of its shape, in memory that is never touched.
+    """Return id of each weight -> a CPU tensor of its shape, in memory that is never accessed.
 
     All share one mapping, little larger than the largest weight, each from its own offset on: tracing neither
     reads nor writes them, and the system allocates a page only when it is written to.
@@ -253,13 +253,13 @@ def _stand_ins(model: nn.Module) -> dict[int, torch.Tensor]:
 def _stand_in(tensor: torch.Tensor, memory: mmap.mmap, starts: Iterator[int]) -> torch.Tensor | None:
     """Return a stand-in for a tensor; None for one of another class, which ``deepcopy`` copies."""
     if is_wrapper(tensor):  # rebuilt: its deep copy need not be a wrapper
-        kind: Any = type(tensor)
-        names, context = kind.__tensor_flatten__(tensor)
+        cls: Any = type(tensor)
+        names, context = cls.__tensor_flatten__(tensor)
         inner = {name: getattr(tensor, name) for name in names}
         for name, part in inner.items():
             stand_in = _stand_in(part, memory, starts)
             inner[name] = copy.deepcopy(part) if stand_in is None else stand_in
-        rebuilt: torch.Tensor = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        rebuilt: torch.Tensor = cls.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
         return rebuilt
     if is_dense(tensor):
         return _virtual(tensor, memory, next(starts))

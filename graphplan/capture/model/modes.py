@@ -1,4 +1,4 @@
-"""Modes: what a model's result depends on beside its inputs and weights.
+"""Modes: all that a model's result depends on besides its inputs and weights.
 
 A graph serves only the modes in which it was traced. They do not show in the inputs::
 
@@ -29,7 +29,7 @@ _training = attrgetter("training")
 
 @dataclass(frozen=True, slots=True)
 class Differentiation:
-    """What is differentiated in a training step.
+    """The differentiation of a training step: parameters and results.
 
     Attributes:
         trained: first names of the parameters that require a gradient.
@@ -40,7 +40,7 @@ class Differentiation:
     outputs: tuple[str, ...] | None = None
 
     def of(self, module: nn.Module, inputs: Any) -> Differentiation | None:
-        """Return it with the parameters that now require a gradient; None if neither they nor inputs do."""
+        """Return a copy with the parameters that now require a gradient; None if nothing requires one."""
         trained = tuple(name for name, parameter in module.named_parameters() if parameter.requires_grad)
         tensors = (leaf for leaf in leaves_of(inputs) if isinstance(leaf, torch.Tensor))
         is_needed = trained or any(tensor.requires_grad for tensor in tensors)
@@ -55,7 +55,7 @@ class Modes:
         training: whether each module trains, in the order of ``modules()``.
         adapters: for each adapter layer: whether its adapters are disabled, the active and the merged ones.
         configs: for each configuration, its plain values by name.
-        step: what is differentiated, in a training step; None for a forward pass alone.
+        step: the differentiation of a training step; None for a forward pass alone.
         autocast: the dtype of autocast; None where it is off.
         default: torch's default dtype.
     """
@@ -71,16 +71,16 @@ class Modes:
         """Return a text that says how the modes differ from ``other``; None if they do not."""
         if self.adapters != other.adapters:
             return "adapters were activated, merged or disabled"
-        for mine, theirs in zip(self.configs, other.configs, strict=False):
-            for name in sorted(mine.keys() | theirs.keys()):
-                if mine.get(name) != theirs.get(name):
-                    return f"config.{name} is {mine.get(name)!r}, and was {theirs.get(name)!r}"
+        for new, old in zip(self.configs, other.configs, strict=False):
+            for name in sorted(new.keys() | old.keys()):
+                if new.get(name) != old.get(name):
+                    return f"config.{name} is {new.get(name)!r}, but was {old.get(name)!r}"
         if self.autocast != other.autocast:
             return "autocast has changed"
         if self.default != other.default:
-            return f"torch's default dtype is {self.default}, and was {other.default}"
+            return f"torch's default dtype is {self.default}, but was {other.default}"
         if self.step != other.step:
-            return "other parameters require gradients, or gradients are on or off"
+            return "the parameters that require gradients have changed, or gradients were switched on or off"
         return None if self.training == other.training else "its modules were switched by train() or eval()"
 
 
@@ -119,7 +119,7 @@ class ModeReader:
         return Modes(training, adapters, configs, autocast=autocast_of(self._device_types))
 
     def _values(self, index: int) -> dict[str, Any]:
-        """Return the plain values of a configuration; the same object while they are the same."""
+        """Return the plain values of a configuration; the same object while they do not change."""
         table = vars(self._configs[index])
         values, (before, plain) = tuple(table.values()), self._last_read[index]
         same = len(values) == len(before) and all(map(is_, values, before))
@@ -151,8 +151,8 @@ class ModeReader:
 
 def autocast_of(device_types: Iterable[str]) -> torch.dtype | None:
     """Return the dtype of autocast on these device types; None where it is off."""
-    kinds = {CPU if kind == SIMULATED else kind for kind in device_types}  # simulated values are the CPU's
-    dtypes = {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    types = {CPU if one == SIMULATED else one for one in device_types}  # simulated devices compute on the CPU
+    dtypes = {torch.get_autocast_dtype(one) for one in types if torch.is_autocast_enabled(one)}
     if len(dtypes) > 1:
         raise InputError(
             f"autocast is on with {' and '.join(sorted(map(str, dtypes)))} on devices of one model: use one"
@@ -174,7 +174,7 @@ def _require_adapters(layers: Iterable[Any], active: Iterable[str]) -> None:
 
 
 def _as_read(name: str, value: Any) -> Any:
-    """Return a copy of a value of a configuration, with a dtype for its name: saving a model writes that."""
+    """Return a copy of a configuration's value; a dtype for the name of one, which saving a model writes."""
     if name == "dtype" and isinstance(value, str):
         return getattr(torch, value, value)  # a name that torch does not have stays text
     return copy.deepcopy(value)
@@ -182,5 +182,5 @@ def _as_read(name: str, value: Any) -> Any:
 
 def _configs(parts: Iterable[nn.Module]) -> list[Any]:
     """Return the configurations that modules hold, each once."""
-    held = (vars(part).get("config") for part in parts)
-    return list({id(one): one for one in held if hasattr(one, "to_dict")}.values())
+    configs = (vars(part).get("config") for part in parts)
+    return list({id(one): one for one in configs if hasattr(one, "to_dict")}.values())

@@ -37,7 +37,7 @@ def stands_for(plain: nn.Module, placed: nn.Module) -> None:
 
 
 def trace_patched(module: nn.Module) -> None:
-    """Set the instance's own ``forward``, which is traced, aside: calls then run that of the class."""
+    """Move the instance's own ``forward``, which is traced, so that calls run that of the class."""
     if "forward" in module.__dict__:
         module.__dict__[PATCHED] = module.__dict__.pop("forward")
 
@@ -67,7 +67,7 @@ def of_class(module: nn.Module, cls: type[nn.Module]) -> nn.Module:
 def copy_to_trace(model: nn.Module, memo: Mapping[int, Any]) -> tuple[nn.Module, dict[str, Any]]:
     """Return a deep copy with stand-ins for uncopyable attributes, and these attributes by name.
 
-    Iterators have stand-ins, too: each call is to take the next item. Otherwise as :func:`copy_to_run`.
+    Iterators have stand-ins, too: each call should take the next item. Otherwise as :func:`copy_to_run`.
     """
     copied, uncopied = _copied(model, memo, _NotCopied)
     for table in map(vars, copied.modules()):
@@ -91,7 +91,9 @@ def _copied(model: nn.Module, memo: Mapping[int, Any], stand_in: Any) -> tuple[n
 def _deepcopy(value: Any, model: nn.Module, memo: Mapping[int, Any]) -> Any:
     """Return a deep copy of a model, or of a value in it."""
     placed = _placed[model]() if model in _placed else None
-    parts = [*model.modules(), *([] if placed is None else [placed])]
+    parts = list(model.modules())
+    if placed is not None:
+        parts.append(placed)
     copies = _Memo({**memo, **proxies_of(parts)}, {} if placed is None else {id(placed): id(model)})
     with _WithoutHistory():
         copied = copy.deepcopy(value, copies)
@@ -104,9 +106,9 @@ def _deepcopy(value: Any, model: nn.Module, memo: Mapping[int, Any]) -> Any:
 
 
 def _restore_lost(model: nn.Module, copied: nn.Module, memo: Mapping[int, Any], copies_memo: _Memo) -> None:
-    """Restore what modules with a ``__deepcopy__`` of their own lose when they are copied.
+    """Restore attributes that modules with a ``__deepcopy__`` of their own lose in a copy.
 
-    That is their mode, and the tensors of ``memo``; of a ``GraphModule`` also its hooks, and attributes that
+    These are their mode, and the tensors of ``memo``; of a ``GraphModule`` also hooks, and attributes that
     its graph does not read.
     """
     copies = dict(copied.named_modules())
@@ -185,9 +187,9 @@ class _NotCopied:
     """Stand-in for an attribute in the copy that is traced; any use raises NoGraphError."""
 
     def __init__(self, name: str, value: Any) -> None:
-        why = "goes on" if is_iterator(value) else "cannot be copied"
+        why = "advances" if is_iterator(value) else "cannot be copied"
         kind = type(value).__name__
-        self._message = f"forward uses {name!r} ({kind}), which {why}: a graph would not do it in each call"
+        self._message = f"forward uses {name!r} ({kind}), which {why}: a graph would not use it in each call"
 
     def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise NoGraphError(self._message)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from graphplan._compat.symbolic_numbers import PLAIN_KINDS
+from graphplan._compat.symbolic_numbers import PLAIN_TYPES
 from graphplan.capture.thread_patches import Patch
 
 _builtin_len, _builtin_isinstance = len, isinstance
@@ -29,9 +29,9 @@ _builtin_len, _builtin_isinstance = len, isinstance
 def symbolic_builtins(namespaces: Iterable[dict[str, Any]]) -> Iterator[Patch]:
     """Yield the patches of these globals to apply while a model is traced."""
     for namespace in namespaces:
-        for own, replacement in ((_builtin_len, _length), (_builtin_isinstance, _is_instance)):
-            if own.__name__ not in namespace:
-                yield Patch(namespace, own.__name__, own, replacement)
+        for original, replacement in ((_builtin_len, _length), (_builtin_isinstance, _is_instance)):
+            if original.__name__ not in namespace:
+                yield Patch(namespace, original.__name__, original, replacement)
 
 
 def _length(value: Any) -> Any:
@@ -39,6 +39,8 @@ def _length(value: Any) -> Any:
     return value.shape[0] if plain and value.dim() else _builtin_len(value)
 
 
-def _is_instance(value: Any, kinds: Any) -> bool:
-    plain = PLAIN_KINDS.get(type(value))
-    return _builtin_isinstance(value, kinds) or (plain is not None and _builtin_isinstance(plain(), kinds))
+def _is_instance(value: Any, classes: Any) -> bool:
+    plain = PLAIN_TYPES.get(type(value))
+    return _builtin_isinstance(value, classes) or (
+        plain is not None and _builtin_isinstance(plain(), classes)
+    )

@@ -1,4 +1,4 @@
-"""What completes a capture after its trace: attributes, branches, casts of autocast, sizes and gradients."""
+"""Completion of a capture after its trace: attributes, branches, casts of autocast, sizes and gradients."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from graphplan.capture.autocast import write_casts
-from graphplan.capture.captured_graph import Capture, name_apart
+from graphplan.capture.captured_graph import Capture, rename_clashes
 from graphplan.capture.changes.assigned_state import AssignedState
-from graphplan.capture.changes.assigned_writes import keep_what_is_read
+from graphplan.capture.changes.assigned_writes import copy_read_buffers
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.model_methods import RunAsItIs
@@ -20,7 +20,7 @@ from graphplan.capture.tracers.export_loop import STATE
 from graphplan.errors import NoGraphError
 
 
-def completed(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Capture:
+def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Capture:
     """Return the capture with branches, attributes, casts of autocast, and copies for a backward pass."""
     if model_copy.method != "forward" and all(node.op != "call_function" for node in captured.graph.nodes):
         raise RunAsItIs(f"{model_copy.method!r} computes nothing")
@@ -36,16 +36,16 @@ def completed(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> C
                 f"forward leaves {name} with a gradient; a placed model does not, so a loss computed from "
                 "it would give no gradients. Return it instead"
             )
-        keep_what_is_read(captured)
+        copy_read_buffers(captured)
         _warn_of_history(captured, model_copy)
     write_casts(captured.module, captured.weights.keys(), model_copy.autocast, model_copy.device_types)
     if not state.reads_values:
         captured = replace(captured, attributes=_attributes_of(captured, model_copy))
-    return _named_apart(captured)
+    return _with_distinct_names(captured)
 
 
 def _attributes_of(captured: Capture, model_copy: ModelCopy) -> dict[str, str] | None:
-    """Return the name of the attribute that each constant is; None if one is a view of an attribute."""
+    """Return constant -> name of the attribute; None if a constant is a view of an attribute."""
     attributes = model_copy.attributes
     memories = {constant: memory_of(tensor) for constant, tensor in captured.constants.items()}
     known = {constant: attributes[memory] for constant, memory in memories.items() if memory in attributes}
@@ -55,14 +55,14 @@ def _attributes_of(captured: Capture, model_copy: ModelCopy) -> dict[str, str] |
 
 
 def _refuse_untied(assigned: Mapping[str, torch.Tensor], model_copy: ModelCopy) -> None:
-    """Raise NoGraphError if a call assigns a shared buffer under one name only: eager mode unties them."""
+    """Raise NoGraphError if a call assigns a shared buffer under one of its names: eager mode unties them."""
     values = {model_copy.full_name(name): value for name, value in assigned.items()}
     for name, value in values.items():
         for other in model_copy.weights.names[model_copy.weights.first[name]]:
             if other.startswith(model_copy.full_name("")) and values.get(other) is not value:
                 raise NoGraphError(
-                    f"{name!r} is one tensor with {other!r} until forward assigns it, and in a graph they "
-                    "stay one: make it a clone"
+                    f"{name!r} and {other!r} are one buffer until forward assigns a tensor to one of them; a "
+                    "graph cannot untie them: register two buffers (.clone())"
                 )
 
 
@@ -77,16 +77,18 @@ def _warn_of_history(captured: Capture, model_copy: ModelCopy) -> None:
             )
 
 
-def _named_apart(captured: Capture) -> Capture:
+def _with_distinct_names(captured: Capture) -> Capture:
     """Return the capture with renamed nodes, so that no result has the name of a weight."""
-    renamed = name_apart(captured.graph, {*captured.weights.values(), *captured.constants}, captured.weights)
+    renamed = rename_clashes(
+        captured.graph, {*captured.weights.values(), *captured.constants}, captured.weights
+    )
     inputs = tuple(renamed.get(name, name) for name in captured.inputs)
     states = {renamed.get(name, name): leaf for name, leaf in captured.states.items()}
     return replace(captured, inputs=inputs, states=states) if renamed else captured
 
 
-def sized_as(captured: Capture, model_copy: ModelCopy, call: BoundCall) -> Capture:
-    """Return the capture with the values, in the example, of sizes that the data decides."""
+def with_example_sizes(captured: Capture, model_copy: ModelCopy, call: BoundCall) -> Capture:
+    """Return the capture with the example's values of data-dependent sizes."""
     values = captured.inputs_in(call)
     for node, name in captured.weights.items():
         tensor = captured.constants.get(name, model_copy.weights.tensors.get(name))
@@ -96,11 +98,11 @@ def sized_as(captured: Capture, model_copy: ModelCopy, call: BoundCall) -> Captu
     return replace(captured, sizes={**captured.sizes, **sizes})
 
 
-def with_these_gradients(captured: Capture, call: BoundCall) -> Capture:
+def require_same_gradients(captured: Capture, call: BoundCall) -> Capture:
     """Restrict a capture to calls whose inputs require gradients exactly as in this one."""
     signature = captured.signature
     leaves = tuple(
-        replace(leaf, gradient=given.requires_grad) if isinstance(leaf, TensorLeaf) else leaf
-        for leaf, given in zip(signature.leaves, call.leaves, strict=True)
+        replace(leaf, gradient=example.requires_grad) if isinstance(leaf, TensorLeaf) else leaf
+        for leaf, example in zip(signature.leaves, call.leaves, strict=True)
     )
     return replace(captured, signature=replace(signature, leaves=leaves))

@@ -1,4 +1,4 @@
-"""``torch.export`` with graphplan's patches, repeated until a trace tells all that the code does."""
+"""``torch.export`` with graphplan's patches, repeated until no trace finds new facts about the code."""
 
 from __future__ import annotations
 
@@ -53,11 +53,12 @@ def export(
     """Export a call; ``keep_grad`` as in :func:`graphplan.capture.tracing.capture`.
 
     ``sizes`` says that all sizes of ``dynamic_shapes`` vary, so that the time of the trace is limited;
-    ``declared`` that the caller has given them. The trace is repeated with what it teaches about the code::
+    ``declared`` that the caller has given them. The trace is repeated with the facts about the code that it
+    finds::
 
         the trace ends at                                the next trace
-        a branch on values of weights or inputs          knows these values
-        int() of a data-dependent number                 has another int() there
+        a branch on values of weights or inputs          uses these values
+        int() of a data-dependent number                 replaces int() there
         gradients that forward computes                  is below autograd, without copies of blocks
         anything else, after blocks were copied          copies no blocks
 
@@ -93,7 +94,7 @@ def export(
             except Exception as error:  # the tracer runs the model's own code, which may raise anything
                 if repeated is None or not repeated.used or time.thread_time() > ends:
                     raise
-                logger.info("%s is traced again, without copies of blocks: %s", type(module).__name__, error)
+                logger.info("%s is retraced without copies of blocks: %s", type(module).__name__, error)
                 copies = False
             restore_attributes(before)
     finally:
@@ -101,7 +102,7 @@ def export(
 
 
 class _CallTracer:
-    """The traces of one call, which share what they teach about the code.
+    """The traces of one call, which share the facts about the code that they find.
 
     Attributes:
         numbers: the calls of ``int`` to replace.
@@ -140,7 +141,7 @@ class _CallTracer:
             state=state,
             repeated=repeated,
             ends=ends,
-            below=self.below_autograd,
+            below_autograd=self.below_autograd,
             declared=self._declared,
         )
         # in the end torch gives each module its own copy of a container that several share
@@ -169,14 +170,14 @@ class _CallTracer:
                 return
             shapes = None if state.makes_tensors else dynamic_shapes  # tensors that it made have one size
             try:
-                again = self.run(shapes, self.new_branches())
+                next_state, next_program = self.run(shapes, self.new_branches())
             except Exception as error:  # the tracer runs the model's own code, which may raise anything
                 name = type(self._model_copy.module).__name__
                 raise KeptStateError(
                     f"after its first call {name} has attributes with which it cannot be traced: "
                     f"{first_line(error)}"
                 ) from error
-            state.require_same_next(program, *again)
+            state.require_same_next(program, next_state, next_program)
 
 
 @contextmanager

@@ -22,19 +22,19 @@ from graphplan.capture.thread_patches import patched
 from graphplan.errors import NoGraphError
 
 _KNOWN = ("torch._", "torch.utils.checkpoint", "transformers.models.bloom.", "transformers.models.sew_d.")
-"""Modules whose autograd functions stay whole in the graph, or whose backward is the true derivative."""
+"""Modules whose autograd functions are one operation in the graph, or have the true derivative."""
 
 
 class OwnBackward:
-    """What a trace has omitted.
+    """The backward passes that a trace has omitted.
 
     Attributes:
-        beyond_inputs: whether it omits a backward pass that would run if more inputs required gradients.
-        reached: whether it omits a reentrant checkpoint whose arguments require gradients.
+        backward: whether it omits a backward pass that would run if more inputs required gradients.
+        checkpoint: whether it omits a reentrant checkpoint whose arguments require gradients.
     """
 
-    beyond_inputs = False
-    reached = False
+    backward = False
+    checkpoint = False
 
 
 @contextmanager
@@ -44,14 +44,14 @@ def refusing_own_backward(module: nn.Module) -> Iterator[OwnBackward]:
     Raises:
         NoGraphError: the graph would have other gradients.
     """
-    left_out = OwnBackward()
+    omitted = OwnBackward()
     hooked = next((name for name, part in module.named_modules() if backward_hooks(part)), None)
     if hooked is not None:
         raise NoGraphError(f"{hooked!r} has backward hooks, which a graph does not call")
     functions: list[Any] = []
     tensors: list[torch.Tensor] = []
 
-    def recording(original: Callable[..., None]) -> Callable[..., None]:
+    def recording_init(original: Callable[..., None]) -> Callable[..., None]:
         def init(function: Any, *args: Any) -> None:
             original(function, *args)
             if torch.is_grad_enabled():
@@ -59,7 +59,7 @@ def refusing_own_backward(module: nn.Module) -> Iterator[OwnBackward]:
 
         return init
 
-    def hooking(original: Callable[..., Any]) -> Callable[..., Any]:
+    def recording_hook(original: Callable[..., Any]) -> Callable[..., Any]:
         def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
             tensors.append(tensor)
             return original(tensor, hook)
@@ -67,11 +67,11 @@ def refusing_own_backward(module: nn.Module) -> Iterator[OwnBackward]:
         return register_hook
 
     with patched(
-        (BackwardCFunction, "__init__", recording),  # any ``apply`` makes one, a stored one too
-        (torch.Tensor, "register_hook", hooking),
-        (checkpoint.CheckpointFunction, "apply", partial(_without_checkpoint, left_out)),
+        (BackwardCFunction, "__init__", recording_init),  # ``apply`` makes one, also if it was stored before
+        (torch.Tensor, "register_hook", recording_hook),
+        (checkpoint.CheckpointFunction, "apply", partial(_without_checkpoint, omitted)),
     ):
-        yield left_out
+        yield omitted
     for function in functions:
         cls = function_of(function)
         if cls.__module__.startswith(_KNOWN):
@@ -81,20 +81,20 @@ def refusing_own_backward(module: nn.Module) -> Iterator[OwnBackward]:
                 f"{cls.__qualname__} has a backward of its own, which cannot be traced: write it in plain "
                 "operations, or as a torch.library.custom_op"
             )
-        left_out.beyond_inputs = True
+        omitted.backward = True
     if tensors:
         raise NoGraphError("forward calls register_hook of a tensor: a graph calls no gradient hooks")
 
 
-def _without_checkpoint(left_out: OwnBackward, _own: Callable[..., Any]) -> Callable[..., Any]:
+def _without_checkpoint(omitted: OwnBackward, _original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``CheckpointFunction.apply`` run its function, with gradients only if an argument has them."""
 
     def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
-        reached = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+        has_gradients = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
         if torch.is_grad_enabled():
-            left_out.beyond_inputs |= not reached
-            left_out.reached |= reached
-        with torch.set_grad_enabled(reached and torch.is_grad_enabled()):
+            omitted.backward |= not has_gradients
+            omitted.checkpoint |= has_gradients
+        with torch.set_grad_enabled(has_gradients and torch.is_grad_enabled()):
             return function(*args)
 
     return apply

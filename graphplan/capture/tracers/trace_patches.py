@@ -1,8 +1,8 @@
 """Patches of torch during a trace, which only the tracing thread sees.
 
 While a trace runs, torch sets flags, and its tracer intercepts the calls of all modules of the process. Both
-are limited to the tracing thread: eager code of other threads that asks whether it is traced would compute
-other masks. Other patches let a trace have operations that the tracer refuses, and refuse what no graph does.
+are limited to the tracing thread: eager code of other threads that checks whether it is traced would compute
+other masks. Other patches admit operations that the tracer refuses, or refuse those that no graph can run.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from graphplan.capture.structure import registered_with_torch
 from graphplan.capture.thread_patches import Patch, patched
 from graphplan.errors import CaptureError, NoGraphError
 
-_MOST_SECONDS = 30.0
+_MAX_SECONDS = 30.0
 """Limit of the CPU time of a trace in which all sizes vary. For padded and shifted windows, as in SAM 2,
 torch would prove conditions for minutes."""
 
 
 def time_limit() -> float:
     """Return the CPU time of this thread at which a trace that begins now, in which all sizes vary, ends."""
-    return time.thread_time() + _MOST_SECONDS
+    return time.thread_time() + _MAX_SECONDS
 
 
 @contextmanager
@@ -52,15 +52,15 @@ def exporting(
     state: AssignedState,
     repeated: RepeatedModules | None = None,
     ends: float = math.inf,
-    below: bool = False,
+    below_autograd: bool = False,
     declared: bool = False,
 ) -> Iterator[None]:
     """Context manager that patches torch for an export, which fails after the thread's CPU time ``ends``.
 
-    With ``declared``, the caller has said which sizes vary, so that the text of a size must not fix it.
+    With ``declared``, the caller has declared the dynamic sizes, so that the text of a size must not fix it.
 
-    ``repeated`` copies the graphs of repeated blocks. With ``below``, the operations that autograd runs are
-    traced, so that the graph has gradients that ``forward`` computes.
+    ``repeated`` copies the graphs of repeated blocks. With ``below_autograd``, the operations that autograd
+    runs are traced, so that the graph has gradients that ``forward`` computes.
     """
     tracer: Any = export_tracer()
     flags, branches = torch.compiler, state.branches
@@ -70,10 +70,10 @@ def exporting(
 
     blocks: list[Any] = [] if repeated is None else repeated.blocks
     less_patches = less_work(
-        keep_grad=keep_grad, blocks=blocks, assigned_data=state.data.assign, copied=state.note_value
+        keep_grad=keep_grad, blocks=blocks, assigned_data=state.data.assign, on_copy=state.record_value_read
     )
     value_patches = value_reads(
-        state.note_value, branches.read_value, branches.run_dynamic, branches.read_list
+        state.record_value_read, branches.read_value, branches.run_dynamic, branches.read_list
     )
     number_patches = [*plain_flags(), *plain_texts(has_value), *exact_bounds()]
     replaced = [*number_patches, *passed_assertions(), *less_patches, *value_patches]
@@ -85,39 +85,42 @@ def exporting(
             Patch(tracer, "call_module", _call, _calling(tracer.call_module, state, repeated)),
             (*assignment_hook(), lambda _: lambda *_: SimpleNamespace(remove=lambda: None)),
             *(repeated.patches() if repeated else ()),
-            Patch(tracer, "getattr", lambda _tracer, _name, value, _known: value, tracer.getattr),
+            Patch(tracer, "getattr", lambda _tracer, _name, value, _memo: value, tracer.getattr),
             (tracer, "path_of_module", _path_in_model),
-            (tracer, "create_node", functools.partial(_with_notes, ends, blocks)),
+            (tracer, "create_node", functools.partial(_with_source_lines, ends, blocks)),
             (*mask_reader(), lambda _: _is_declared_causal),
             *((module, name, _refusing) for module in (torch, torch.random) for name in _SEED_FUNCTIONS),
             *((nn.functional, name, _lazy_dropout) for name in _DROPOUTS),
             *((owner, "where", _accepting_bytes) for owner in (torch, torch.Tensor)),
             (nn.Module, "to", _lazy_to),
             (*inference_switch(), _without_gradients),
-            (*backward_engine(), functools.partial(_checked_backward, keep_grad=keep_grad, below=below)),
-            *([(*graph_maker(), _tracing_below)] if below else ()),
+            (
+                *backward_engine(),
+                functools.partial(_checked_backward, keep_grad=keep_grad, below_autograd=below_autograd),
+            ),
+            *([(*graph_maker(), _tracing_below)] if below_autograd else ()),
             *replaced,
         ),
-        on_any_device() if below else nullcontext(),
+        on_any_device() if below_autograd else nullcontext(),
     ):
         yield
 
 
-def _tracing_below(own: Callable[..., Any]) -> Callable[..., Any]:
+def _tracing_below(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``make_fx`` that traces below autograd."""
 
     def make_fx(function: Callable[..., Any], *, pre_dispatch: bool, **options: Any) -> Any:
         assert pre_dispatch
-        return own(function, **options)
+        return original(function, **options)
 
     return make_fx
 
 
-def _path_in_model(own: Callable[..., str]) -> Callable[..., str]:
+def _path_in_model(original: Callable[..., str]) -> Callable[..., str]:
     """Return a ``path_of_module`` with model paths: torch's may be ``layers.slice(1, None, None).0``."""
 
     def path_of_module(tracer: Any, module: Any) -> str:
-        path, paths = own(tracer, module), paths_of(tracer, module)
+        path, paths = original(tracer, module), paths_of(tracer, module)
         inside = [name.partition(".")[2] for name in paths]  # the tracer's root wraps the model
         return path if not paths or path in (*paths, *inside) else paths[0]
 
@@ -128,24 +131,24 @@ _READERS = ("initial_seed", "get_rng_state")
 _SEED_FUNCTIONS = ("manual_seed", "seed", "set_rng_state", *_READERS)
 
 
-def _refusing(own: Callable[..., Any]) -> Callable[..., Any]:
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a seed function that only torch's own code may call, since it restores the state."""
-    verb = "reads" if own.__name__ in _READERS else "sets"
+    verb = "reads" if original.__name__ in _READERS else "sets"
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def seed_function(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(2)  # the caller of the patch, which calls this
         if caller.f_globals["__name__"].partition(".")[0] == "torch":
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
         raise NoGraphError(
-            f"forward {verb} the state of torch's random numbers, by torch.{own.__name__}, which a graph "
-            "cannot do"
+            f"forward {verb} the state of torch's random numbers, by torch.{original.__name__}: a graph "
+            "cannot do that"
         )
 
     return seed_function
 
 
-def _without_gradients(own: Callable[[bool], Any]) -> Callable[[bool], Any]:
+def _without_gradients(original: Callable[[bool], Any]) -> Callable[[bool], Any]:
     """Return a switch to inference mode that only disables gradients in the model's code.
 
     The traced weights are not inference tensors. Torch uses the mode itself for stand-ins of such inputs.
@@ -154,7 +157,7 @@ def _without_gradients(own: Callable[[bool], Any]) -> Callable[[bool], Any]:
     def enter(mode: bool) -> Any:
         caller = sys._getframe(3).f_globals.get("__name__")  # beyond the context manager and the patch
         if caller == "torch._subclasses.meta_utils":
-            return own(mode)
+            return original(mode)
         return torch.no_grad() if mode else nullcontext()
 
     return enter
@@ -163,40 +166,40 @@ def _without_gradients(own: Callable[[bool], Any]) -> Callable[[bool], Any]:
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d")
 
 
-def _lazy_dropout(own: Callable[..., Any]) -> Callable[..., Any]:
+def _lazy_dropout(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a dropout that returns its input if it drops nothing, as kernels do: a trace would copy it."""
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        return own(input, p, training, inplace) if training and p > 0 else input
+        return original(input, p, training, inplace) if training and p > 0 else input
 
     return dropout
 
 
-def _accepting_bytes(own: Callable[..., Any]) -> Callable[..., Any]:
+def _accepting_bytes(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return a ``where`` whose condition may be uint8, as of kernels: a trace accepts bool alone."""
-    index = 0 if own is torch.where else 1  # the method of a tensor has ``self`` before the condition
+    index = 0 if original is torch.where else 1  # the method of a tensor has ``self`` before the condition
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def where(*args: Any, **kwargs: Any) -> Any:
         positional = [*args, *(kwargs.pop("condition") for _ in range("condition" in kwargs))]
         if positional[index].dtype == torch.uint8:
             positional[index] = positional[index].bool()
-        return own(*positional, **kwargs)
+        return original(*positional, **kwargs)
 
     return where
 
 
-def _lazy_to(own: Callable[..., Any]) -> Callable[..., Any]:
+def _lazy_to(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return an ``nn.Module.to`` that does nothing if nothing changes: a trace cannot replace parameters."""
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         device, dtype = parsed_move(*args, **kwargs)
         for tensor in chain(module.parameters(), module.buffers()):
             can_cast = tensor.is_floating_point() or tensor.is_complex()
             if device not in (None, tensor.device) or (can_cast and dtype not in (None, tensor.dtype)):
-                return own(module, *args, **kwargs)
+                return original(module, *args, **kwargs)
         return module
 
     return to
@@ -209,8 +212,10 @@ class OwnGradientsError(BaseException):
     """
 
 
-def _checked_backward(own: Callable[..., Any], *, keep_grad: bool, below: bool) -> Callable[..., Any]:
-    """Return a backward engine that refuses calls that a graph cannot make, or requires a trace ``below``."""
+def _checked_backward(
+    original: Callable[..., Any], *, keep_grad: bool, below_autograd: bool
+) -> Callable[..., Any]:
+    """Return a backward engine that refuses calls that a graph cannot make, or requires another trace."""
 
     def run(outputs: Any, gradients: Any, retain: bool, create_graph: bool, *args: Any, **kwargs: Any) -> Any:
         # an output may be an edge of autograd's graph, which always has a gradient
@@ -223,9 +228,9 @@ def _checked_backward(own: Callable[..., Any], *, keep_grad: bool, below: bool) 
                 "forward calls torch.autograd.grad without create_graph, so that no gradients flow through "
                 "its results: in a graph they would"
             )
-        if not keep_grad and not below:
+        if not keep_grad and not below_autograd:
             raise OwnGradientsError("forward computes gradients")
-        return own(outputs, gradients, retain, create_graph, *args, **kwargs)
+        return original(outputs, gradients, retain, create_graph, *args, **kwargs)
 
     return run
 
@@ -240,7 +245,7 @@ def _call(_tracer: Any, _module: Any, forward: Any, args: Any, kwargs: Any) -> A
 
 
 def _calling(
-    own: Callable[..., Any], state: AssignedState, repeated: RepeatedModules | None
+    original: Callable[..., Any], state: AssignedState, repeated: RepeatedModules | None
 ) -> Callable[..., Any]:
     """Return a ``call_module`` that writes assigned buffers, and lets ``repeated`` copy repeated blocks."""
 
@@ -248,22 +253,23 @@ def _calling(
         state.branches.record_sources(tracer, (args, kwargs))
         run = functools.partial(state.call, tracer, module, forward)
         copied = run if repeated is None else functools.partial(repeated.call, tracer, module, run)
-        return own(tracer, module, copied, args, kwargs)
+        return original(tracer, module, copied, args, kwargs)
 
     return call_module
 
 
-def _with_notes(ends: float, blocks: list[Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``create_node`` that notes autocast blocks, and one line of code instead of the stack."""
+def _with_source_lines(ends: float, blocks: list[Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``create_node`` that records autocast blocks, and one line of code instead of the stack."""
 
     def create_node(tracer: Any, *args: Any, **kwargs: Any) -> Any:
         if time.thread_time() > ends:
-            raise CaptureError(f"a trace in which all sizes vary takes more than {_MOST_SECONDS:.0f} seconds")
+            raise CaptureError(f"a trace in which all sizes vary takes more than {_MAX_SECONDS:.0f} seconds")
         tracer.record_stack_traces = False
-        node = own(tracer, *args, **kwargs)
+        node = original(tracer, *args, **kwargs)
         if node.op == "call_function":
             node.meta["stack_trace"] = calling_line()
-            node.meta |= {AUTOCAST: tuple(blocks)} if blocks else {}
+            if blocks:
+                node.meta[AUTOCAST] = tuple(blocks)
         return node
 
     return create_node

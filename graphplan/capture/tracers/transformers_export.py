@@ -40,13 +40,13 @@ from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.cache_sizes import cache_roles, equate_sizes
 from graphplan.capture.transformers.caches import caches_in, is_cache, with_changes
 from graphplan.capture.transformers.export_patches import (
-    bounds_of_segments,
     forwards_of,
-    of_one_length,
-    refuse_what_reads_less,
+    have_equal_lengths,
+    require_all_weights_read,
+    segment_bounds,
     segments_as_in_eager,
 )
-from graphplan.capture.transformers.recurrences import recurrences_whole
+from graphplan.capture.transformers.recurrences import recurrences_as_operations
 
 
 def export_transformers(
@@ -75,12 +75,13 @@ def export_transformers(
 
     @wraps(original)
     def forward(**kwargs: Any) -> Any:
-        for name, cache in caches_in(kwargs).items() if varying else ():
-            equate_sizes(cache, inputs[name], roles[name])
+        if varying:
+            for name, cache in caches_in(kwargs).items():
+                equate_sizes(cache, inputs[name], roles[name])
         return original(**kwargs)
 
-    bounds = bounds_of_segments(inputs)
-    uniform = bool(bounds) and all(of_one_length(inputs[name]) for name in bounds)
+    bounds = segment_bounds(inputs)
+    uniform = bool(bounds) and all(have_equal_lengths(inputs[name]) for name in bounds)
     codes = forwards_of(module)
     with (
         quiet(),
@@ -90,7 +91,7 @@ def export_transformers(
         traced = forwards_of(module)
         arguments = map_leaves(copy.deepcopy, inputs)
         program = export(model_copy, (), arguments, shapes, keep_grad=keep_grad, sizes=SIZE in varying)
-    refuse_what_reads_less(module, codes, traced, _weights_read(program))
+    require_all_weights_read(module, codes, traced, _weights_read(program))
     guards, traced_call = conditions(program, inputs), bound_call(inputs)
     if uniform:
         guards += (_same_lengths(list(map(leaf_names(traced_call).index, bounds))),)
@@ -98,7 +99,7 @@ def export_transformers(
     capture = from_program(program, traced_call, model_copy, flat, guards, is_text=True)
     capture = replace(capture, method="transformers", roles=flat)
     computes = any(type(value) is not type(call.kwargs.get(name)) for name, value in inputs.items())
-    return _over_arguments(capture, call, module) if computes else capture
+    return _with_own_arguments(capture, call, module) if computes else capture
 
 
 def _prepared(module: nn.Module, call: BoundCall, *, is_forward: bool) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def _prepared(module: nn.Module, call: BoundCall, *, is_forward: bool) -> dict[s
         from transformers.exporters.utils import prepare_for_export  # optional package
 
     # caches are copied: the exporter changes its inputs
-    arguments = {name: _dense(value, always=is_cache(value)) for name, value in call.kwargs.items()}
+    arguments = {name: _contiguous(value, always=is_cache(value)) for name, value in call.kwargs.items()}
     passed = {name: value for name, value in arguments.items() if not _is_of_loss(name, value)}
     unwanted = {} if is_forward else {"position_ids": ()}  # only forward has a text, with positions
     with patched(uncast_inputs()):
@@ -131,21 +132,22 @@ def _precomputed(module: nn.Module, call: BoundCall) -> BoundCall:
     return bound_call(inputs)
 
 
-def _over_arguments(capture: Capture, call: BoundCall, module: nn.Module) -> Capture:
+def _with_own_arguments(capture: Capture, call: BoundCall, module: nn.Module) -> Capture:
     """Convert a capture over precomputed inputs to one over the call's own arguments."""
     names = leaf_names(call)
-    places = {name: index for index, name in enumerate(names)}
-    order = tuple(places.get(name) for name in capture.signature.names)
-    specs, roles = (dict(zip(order, each, strict=True)) for each in (capture.signature.leaves, capture.roles))
-    leaves = tuple(specs.get(place, leaf_spec(leaf)) for place, leaf in enumerate(call.leaves))
+    indices = {name: index for index, name in enumerate(names)}
+    order = tuple(indices.get(name) for name in capture.signature.names)
+    specs = dict(zip(order, capture.signature.leaves, strict=True))
+    roles = dict(zip(order, capture.roles, strict=True))
+    leaves = tuple(specs.get(index, leaf_spec(leaf)) for index, leaf in enumerate(call.leaves))
     # guards may be on precomputed inputs
     prepared = Prepared(partial(_precomputed, module), capture.signature)
     return replace(
         capture,
         signature=InputSignature(call.spec, leaves, names, prepared=prepared),
-        roles=tuple(roles.get(place, {}) for place in range(len(leaves))),
+        roles=tuple(roles.get(index, {}) for index in range(len(leaves))),
         order=order,
-        states={name: place for name, at in capture.states.items() if (place := order[at]) is not None},
+        states={name: index for name, leaf in capture.states.items() if (index := order[leaf]) is not None},
     )
 
 
@@ -169,14 +171,14 @@ def _patched_for_export(module: nn.Module, inputs: Any, *, keep_grad: bool, unif
         patched(*plain_comparisons()),
         masks_as_in_eager(),
         segments_as_in_eager(uniform=uniform),
-        recurrences_whole(module),
+        recurrences_as_operations(module),
         reset_model_state(module),
         patch_forward_signature(module, inputs),
     ):
         yield
 
 
-def _dense(value: Any, *, always: bool) -> Any:
+def _contiguous(value: Any, *, always: bool) -> Any:
     """Return a contiguous copy: other strides of an example would be traced as sizes of their own."""
 
     def dense(leaf: Any) -> Any:
@@ -213,9 +215,10 @@ def _sizes(leaf: Any) -> dict[int, str]:
     return {axis: SIZE for axis, size in enumerate(shape) if size != 1}
 
 
-def _same_lengths(places: Sequence[int]) -> Guard:
+def _same_lengths(indices: Sequence[int]) -> Guard:
     return Guard(
-        "images are of several sizes", lambda leaves: all(of_one_length(leaves[place]) for place in places)
+        "images have several sizes",
+        lambda leaves: all(have_equal_lengths(leaves[index]) for index in indices),
     )
 
 

@@ -1,4 +1,4 @@
-"""Masks of transformers in a trace, where the graph computes as eager mode.
+"""Masks of transformers in a trace, so that the graph computes as eager mode.
 
 Without padding, ``create_causal_mask`` returns no mask and relies on causal attention. Attention that is not
 causal (PaliGemma's, the text tower of aimv2) then sees every token. In a trace the values of the padding are
@@ -10,7 +10,8 @@ such attention gets a mask that gives eager mode's result in both cases::
     here      mask = causal & padding | all(padding)
 
 If there is certainly no padding, because the call has no mask and the model computes the positions itself,
-there is no mask here either: attention without a mask has faster kernels, and needs no quadratic memory.
+there is no mask in the trace, either: attention without a mask has faster kernels, and needs no quadratic
+memory.
 
 A model that defines itself which tokens attend to each other (Gemma3: those of one image) makes its mask by
 ``torch.vmap`` over a function of four indices. A trace enters and leaves ``vmap`` by calls that no plan can
@@ -48,7 +49,7 @@ _KEEPING = (aten.add.Tensor, aten.expand.default, aten.unsqueeze.default)
 _ELEMENTWISE = {aten.__and__, aten.__or__, aten.__xor__, aten.to}
 """Elementwise operations without the tag ``pointwise``: torch tags no composite operations."""
 
-_NUMBERS = {aten.new_zeros, aten.new_ones, aten.new_full}
+_CONSTANT_MAKERS = {aten.new_zeros, aten.new_ones, aten.new_full}
 """Operations whose results do not depend on input values; 0-dim results do not depend on sizes either."""
 
 
@@ -119,8 +120,8 @@ class _Masks:
     by_storage: dict[int, tuple[torch.Tensor, _MaskInputs]] = field(default_factory=dict)
     requests: list[_MaskInputs] = field(default_factory=list)
 
-    def note(self, mask: Any, inputs: _MaskInputs | None) -> None:
-        """Remember by which values eager mode may skip this mask."""
+    def record(self, mask: Any, inputs: _MaskInputs | None) -> None:
+        """Record the values by which eager mode may skip this mask."""
         if isinstance(mask, torch.Tensor) and inputs is not None:
             self.by_storage[storage_of(mask)] = mask, inputs
 
@@ -145,15 +146,15 @@ def masks_as_in_eager() -> Iterator[None]:
     causal, bidirectional, packed, separated, combined, expansion, indexing = functions_of_masks()
     looked_up = getattr(*indexing)  # makes tensor[index] an operation that vmap supports
     with patched(
-        (*causal, lambda original: _recording(original, masks)),
+        (*causal, lambda original: _recording_request(original, masks)),
         (*bidirectional, _skipping_bidirectional),
-        (*packed, _finding_packed),
+        (*packed, _unless_consecutive),
         (*separated, _marking_packed),
-        (*combined, _joining),
+        (*combined, _combining),
         (*expansion, lambda original: _broadcasting(original, looked_up)),
         (*indexing, lambda _: nullcontext),
-        _entry(ALL_MASK_ATTENTION_FUNCTIONS, lambda original: _making(original, masks)),
-        _entry(ALL_ATTENTION_FUNCTIONS, lambda original: _attending(original, masks)),
+        _entry(ALL_MASK_ATTENTION_FUNCTIONS, lambda original: _recording_masks(original, masks)),
+        _entry(ALL_ATTENTION_FUNCTIONS, lambda original: _with_eager_masks(original, masks)),
     ):
         yield
 
@@ -164,7 +165,7 @@ def _entry(table: Any, factory: Callable[[Callable[..., Any]], Callable[..., Any
     return Patch(local_entries(table), "sdpa", original, factory(original))
 
 
-def _recording(original: Callable[..., bool], masks: _Masks) -> Callable[..., bool]:
+def _recording_request(original: Callable[..., bool], masks: _Masks) -> Callable[..., bool]:
     def ignore(padding_mask: Any, *sizes: Any, **named: Any) -> bool:
         inputs = _MaskInputs(padding_mask, *sizes, **named)
         masks.requests.append(inputs)
@@ -175,13 +176,13 @@ def _recording(original: Callable[..., bool], masks: _Masks) -> Callable[..., bo
 
 def _skipping_bidirectional(original: Callable[..., bool]) -> Callable[..., bool]:
     def ignore(padding_mask: Any, kv_length: Any, window: Any = None) -> bool:
-        near = window is None or statically_known_true(kv_length < window)
-        return (padding_mask is None and near) or original(padding_mask, kv_length, window)
+        is_full = window is None or statically_known_true(kv_length < window)
+        return (padding_mask is None and is_full) or original(padding_mask, kv_length, window)
 
     return ignore
 
 
-def _finding_packed(original: Callable[..., Any]) -> Callable[..., Any]:
+def _unless_consecutive(original: Callable[..., Any]) -> Callable[..., Any]:
     def texts(position_ids: torch.Tensor) -> Any:
         return None if _is_consecutive(position_ids) else original(position_ids)
 
@@ -211,7 +212,7 @@ def _marking_packed(original: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
+def _combining(original: Callable[..., Any]) -> Callable[..., Any]:
     def join(*functions: Any) -> Any:
         sees = original(*functions)
         for function in functions:
@@ -222,7 +223,7 @@ def _joining(original: Callable[..., Any]) -> Callable[..., Any]:
     return join
 
 
-def _making(original: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
+def _recording_masks(original: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         masks.requests.clear()
         result = original(*args, **kwargs)
@@ -231,15 +232,15 @@ def _making(original: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
             q_length, kv_length = kwargs["q_length"], kwargs["kv_length"]
             offsets = kwargs["q_offset"], kwargs["kv_offset"]
             window = kwargs.get("local_size")
-            masks.note(result, _MaskInputs(None, q_length, kv_length, *offsets, window, packed))
+            masks.record(result, _MaskInputs(None, q_length, kv_length, *offsets, window, packed))
         elif masks.requests:
-            masks.note(result, masks.requests[-1])
+            masks.record(result, masks.requests[-1])
         return result
 
     return mask
 
 
-def _attending(original: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
+def _with_eager_masks(original: Callable[..., Any], masks: _Masks) -> Callable[..., Any]:
     def attention(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -274,17 +275,18 @@ def _broadcast(sees: Callable[..., torch.Tensor], positions: tuple[torch.Tensor,
     if mode is None:
         return None
     axes = range(len(positions))
-    along = [
-        place[tuple(slice(None) if i == axis else None for i in axes)] for axis, place in enumerate(positions)
+    indices = [
+        position[tuple(slice(None) if i == axis else None for i in axes)]
+        for axis, position in enumerate(positions)
     ]
     last = next(iter(reversed(mode.tracer.graph.nodes)))
-    result = sees(*along)
-    derived = {node_of(place, mode.tracer) for place in along}
+    result = sees(*indices)
+    derived = {node_of(position, mode.tracer) for position in indices}
     if not _is_elementwise(_nodes_after(last), derived) or (
         result.ndim and node_of(result, mode.tracer) not in derived
     ):
         return None
-    return result.expand(*(place.shape[0] for place in positions))
+    return result.expand(*(position.shape[0] for position in positions))
 
 
 def _nodes_after(node: fx.Node) -> Iterator[fx.Node]:
@@ -300,7 +302,7 @@ def _is_elementwise(nodes: Iterable[fx.Node], positions: set[fx.Node | None]) ->
         if len(others) == len(node.all_input_nodes) or not isinstance(value, torch.Tensor):
             continue  # does not depend on positions, or is a size
         operation = getattr(node.target, "overloadpacket", None)
-        if operation in _NUMBERS and not value.ndim:
+        if operation in _CONSTANT_MAKERS and not value.ndim:
             continue
         sizes = [getattr(one.meta.get("val"), "ndim", 0) for one in others]
         if operation is aten.index:

@@ -1,4 +1,4 @@
-"""Which axes of a cache are dynamic, and which of them are equal.
+"""The dynamic axes of caches, and their equality.
 
 A trace has a symbol for each axis of each tensor. It learns that two are equal only where code uses both,
 inside the blocks, after block arguments such as the mask were computed from the first. If the equality is
@@ -24,7 +24,7 @@ def cache_roles(cache: Any, batch: int | None) -> list[Roles]:
     """Return the dynamic axes of the leaves of a cache."""
     leaves, spec = flatten(cache)
     return [
-        _roles(leaf, grows, batch) for leaf, (_, grows) in zip(leaves, _kinds(layout_of(spec)), strict=True)
+        _roles(leaf, grows, batch) for leaf, (_, grows) in zip(leaves, _layers(layout_of(spec)), strict=True)
     ]
 
 
@@ -32,7 +32,7 @@ def with_tokens(roles: Sequence[Roles], call: BoundCall, *, ones: bool) -> list[
     """Return the roles with those of growing cache axes added; axes of size 1 only if ``ones``."""
     extended = list(roles)
     for start, spec in caches_at(call.spec):
-        for index, (_, grows) in enumerate(_kinds(layout_of(spec)), start):
+        for index, (_, grows) in enumerate(_layers(layout_of(spec)), start):
             leaf = call.leaves[index]
             if isinstance(leaf, torch.Tensor):
                 axes = [axis for axis in grows or () if ones or leaf.shape[axis] != 1]
@@ -47,13 +47,14 @@ def equate_sizes(cache: Any, example: Any, roles: list[Roles]) -> None:
     """
     traced, spec = flatten(cache)
     first: dict[Hashable, Any] = {}
-    for (kind, _), leaf, like, axes in zip(
-        _kinds(layout_of(spec)), traced, flatten(example)[0], roles, strict=True
-    ):
-        for axis, role in axes.items() if isinstance(leaf, torch.Tensor) else ():
-            size = first.setdefault((kind, role, like.shape[axis]), leaf.shape[axis])
+    leaves = zip(_layers(layout_of(spec)), traced, flatten(example)[0], roles, strict=True)
+    for (layer, _), leaf, example_leaf, axes in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        for axis, role in axes.items():
+            size = first.setdefault((layer, role, example_leaf.shape[axis]), leaf.shape[axis])
             if leaf.shape[axis] != size:  # compares symbols that are equal in the example
-                raise AssertionError(f"{kind}: {leaf.shape[axis]} is not {size}, as in the example")
+                raise AssertionError(f"{layer}: {leaf.shape[axis]} is not {size}, as in the example")
 
 
 def _roles(leaf: Any, grows: tuple[int, ...] | None, batch: int | None) -> Roles:
@@ -63,9 +64,9 @@ def _roles(leaf: Any, grows: tuple[int, ...] | None, batch: int | None) -> Roles
     return {**roles, **dict.fromkeys(grows or (), LENGTH)}
 
 
-def _kinds(part: LayoutPart, kind: tuple[Any, ...] = ()) -> Iterator[tuple[Hashable, Any]]:
+def _layers(part: LayoutPart, layer: tuple[Any, ...] = ()) -> Iterator[tuple[Hashable, Any]]:
     """Yield (key of the layer kind, axes along which it grows) for each leaf of a layout."""
     if part.kind == "leaf":
-        yield kind, part.value
+        yield layer, part.value
     for key, inner in zip(part.keys or ("",) * len(part.parts), part.parts, strict=True):
-        yield from _kinds(inner, kind if inner.kind == "leaf" else (*kind, key, inner.cls))
+        yield from _layers(inner, layer if inner.kind == "leaf" else (*layer, key, inner.cls))

@@ -52,7 +52,7 @@ _TOKEN_AXIS = {(name, 4): 2 for name in ("keys", "values", "_quantized_keys", "_
 The name is that of the attribute, also for items of a list or tuple; in a dict it is the key.
 """
 
-_ROOM_FOR_ALL = "max_cache_len"
+_FULL_SIZE = "max_cache_len"
 """An object with this attribute has its full size from the start, so nothing in it grows."""
 
 OWN_ENDINGS = ("Cache",)
@@ -61,7 +61,7 @@ OWN_ENDINGS = ("Cache",)
 Such a class is found if a file that defines one of the model's module classes defines or imports it.
 """
 
-_OTHERWISE = (nn.Module, torch.Tensor, Enum, dict, UserDict, list, tuple, set, frozenset)
+_OTHER_CLASSES = (nn.Module, torch.Tensor, Enum, dict, UserDict, list, tuple, set, frozenset)
 """Classes whose subclasses have state outside ``__dict__``, and so are not caches, whatever their names."""
 
 _CONSTANTS = (*CONSTANTS, types.MethodType, torch.Generator, torch.Stream, torch.Event)
@@ -125,7 +125,7 @@ def _own_caches(classes: Iterable[type]) -> Iterator[type]:
             for value in list(vars(sys.modules[name]).values()):
                 # not isinstance: it would read __class__, which makes a lazy proxy load its object
                 named = issubclass(type(value), type) and value.__name__.endswith(OWN_ENDINGS)
-                if named and not issubclass(value, _OTHERWISE):
+                if named and not issubclass(value, _OTHER_CLASSES):
                     yield value
 
 
@@ -170,10 +170,10 @@ def with_changes(original: Callable[..., Any], owned: Container[str]) -> Callabl
             refuse_opaque(name, layout_of(flatten(cache)[1]))
         marks |= {id(cache): Given(name) for name, cache in caches.items()}
 
-        def marked(tree: Any) -> Any:
+        def with_marks(tree: Any) -> Any:
             return map_leaves(lambda leaf: marks.get(id(leaf), leaf), tree, lambda value: id(value) in marks)
 
-        return Returned(marked(result), {**caches, **marked(changes)})
+        return Returned(with_marks(result), {**caches, **with_marks(changes)})
 
     return forward
 
@@ -206,16 +206,16 @@ def states_on_one_device(spec: pytree.TreeSpec) -> Iterator[list[int]]:
 
 
 def _states(part: LayoutPart, start: int) -> Iterator[list[int]]:
-    on_device: list[int] = []
+    same_device: list[int] = []
     has_device = any(inner.kind == "device" for inner in part.parts)
     for name, inner in zip(part.keys or ("",) * len(part.parts), part.parts, strict=True):
         tensors = tensors_in(inner, name)
         if has_device and inner.kind in ("leaf", "mapping"):
-            on_device += [start + index for index, is_tensor in enumerate(tensors) if is_tensor]
+            same_device += [start + index for index, is_tensor in enumerate(tensors) if is_tensor]
         yield from _states(inner, start)
         start += len(tensors)
-    if len(on_device) > 1:
-        yield on_device
+    if len(same_device) > 1:
+        yield same_device
 
 
 def _flatten(cache: Any) -> tuple[list[Any], LayoutPart]:
@@ -224,11 +224,11 @@ def _flatten(cache: Any) -> tuple[list[Any], LayoutPart]:
 
 
 def _unflatten(leaves: Iterable[Any], layout: LayoutPart) -> Any:
-    return _make(layout, iter(leaves))
+    return _rebuild(layout, iter(leaves))
 
 
 def _describe(
-    value: Any, leaves: list[Any], name: str = "", *, fixed: bool = False, above: tuple[int, ...] = ()
+    value: Any, leaves: list[Any], name: str = "", *, fixed: bool = False, enclosing: tuple[int, ...] = ()
 ) -> LayoutPart:
     if isinstance(value, torch.Tensor):
         leaves.append(value)
@@ -248,24 +248,24 @@ def _describe(
     if isinstance(value, torch.device):
         return LayoutPart("device")
     cls = type(value)
-    if id(value) in above or not can_be_made(value):
+    if id(value) in enclosing or not can_be_rebuilt(value):
         return LayoutPart("opaque", cls, value=f"{name!r}, a {cls.__qualname__}", held=value)
-    above = (*above, id(value))
+    enclosing = (*enclosing, id(value))
     if isinstance(value, dict):
-        parts = (_describe(v, leaves, str(k), fixed=fixed, above=above) for k, v in value.items())
+        parts = (_describe(v, leaves, str(k), fixed=fixed, enclosing=enclosing) for k, v in value.items())
         return LayoutPart("mapping", cls, tuple(value), tuple(parts))
     if isinstance(value, list | tuple | set | frozenset):
-        inside = (_describe(v, leaves, name, fixed=fixed, above=above) for v in value)
+        inside = (_describe(v, leaves, name, fixed=fixed, enclosing=enclosing) for v in value)
         return LayoutPart("sequence", cls, (), tuple(inside))
     state = vars(value)
     if "prefetch_stream" in state:  # the plan offloads instead: copies on CUDA streams cannot be traced
         state = {key: key != "offloading" and v for key, v in state.items() if key != "prefetch_stream"}
-    fixed = fixed or _ROOM_FOR_ALL in state
-    parts = (_describe(v, leaves, k, fixed=fixed, above=above) for k, v in state.items())
+    fixed = fixed or _FULL_SIZE in state
+    parts = (_describe(v, leaves, k, fixed=fixed, enclosing=enclosing) for k, v in state.items())
     return LayoutPart("object", cls, tuple(state), tuple(parts))
 
 
-def can_be_made(value: Any) -> bool:
+def can_be_rebuilt(value: Any) -> bool:
     """Whether an object can be rebuilt from its items or its ``__dict__`` alone."""
     if isinstance(value, dict | list | tuple | set | frozenset):
         return not isinstance(value, defaultdict)
@@ -296,7 +296,7 @@ def _fixed_value(symbol: Any) -> Any:
     return node.maybe_as_float() if isinstance(symbol, torch.SymFloat) else node.maybe_as_int()
 
 
-def _make(part: LayoutPart, leaves: Iterator[Any]) -> Any:
+def _rebuild(part: LayoutPart, leaves: Iterator[Any]) -> Any:
     if part.kind == "leaf":
         return next(leaves)
     if part.kind == "constant":
@@ -305,7 +305,7 @@ def _make(part: LayoutPart, leaves: Iterator[Any]) -> Any:
         return part.held
     if part.kind == "device":
         return torch.device("cpu")  # replaced by the device of the tensors in the same object
-    values = [_make(p, leaves) for p in part.parts]
+    values = [_rebuild(p, leaves) for p in part.parts]
     if part.kind == "mapping":
         return part.cls(zip(part.keys, values, strict=True))
     if part.kind == "sequence":

@@ -1,4 +1,4 @@
-"""Corrections of the replacement code of transformers' exporters, so that it computes what the model does.
+"""Corrections of the replacement code of transformers' exporters, so that it computes the same as the model.
 
 Vision encoders attend within each image: they split the tokens in a data-dependent loop. The exporters' trace
 replacement code, which assumes that all images have one size, and omits the norms of queries and keys that
@@ -25,7 +25,7 @@ from graphplan.capture.thread_patches import patched
 from graphplan.errors import CaptureError
 
 
-def bounds_of_segments(inputs: Mapping[str, Any]) -> tuple[str, ...]:
+def segment_bounds(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the arguments with segment bounds, if the exporter has computed any."""
     return tuple(
         name
@@ -34,7 +34,7 @@ def bounds_of_segments(inputs: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def of_one_length(bounds: torch.Tensor) -> bool:
+def have_equal_lengths(bounds: torch.Tensor) -> bool:
     """Whether all segments have one length."""
     lengths = bounds.diff()
     return not lengths.numel() or bool((lengths == lengths[0]).all())
@@ -50,10 +50,10 @@ def segments_as_in_eager(*, uniform: bool) -> Iterator[None]:
     original = getattr(exporter, name)
 
     def forward(module: Any, hidden_states: Any, cu_seqlens: Any, *args: Any, **kwargs: Any) -> Any:
-        with _normed(module):
+        with _with_norms(module):
             if uniform or (isinstance(cu_seqlens.shape[0], int) and cu_seqlens.shape[0] == 2):
                 return original(module, hidden_states, cu_seqlens, *args, **kwargs)
-            with _apart(cu_seqlens, hidden_states.shape[-2]):
+            with _separated(cu_seqlens, hidden_states.shape[-2]):
                 return original(module, hidden_states, cu_seqlens[[0, -1]], *args, **kwargs)
 
     with patched((exporter, name, lambda _: forward)):
@@ -61,7 +61,7 @@ def segments_as_in_eager(*, uniform: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _apart(bounds: torch.Tensor, length: int) -> Iterator[None]:
+def _separated(bounds: torch.Tensor, length: int) -> Iterator[None]:
     """Context manager that masks attention between segments."""
     position = torch.arange(length, device=bounds.device)
     segment = (position[:, None] >= bounds[None, 1:]).sum(-1)
@@ -77,7 +77,7 @@ def _apart(bounds: torch.Tensor, length: int) -> Iterator[None]:
 
 
 @contextmanager
-def _normed(module: Any) -> Iterator[None]:
+def _with_norms(module: Any) -> Iterator[None]:
     """Context manager that applies the norms of queries and keys that one layer projects together."""
     if not all(isinstance(getattr(module, name, None), nn.Module) for name in ("qkv", "q_norm", "k_norm")):
         yield
@@ -103,22 +103,22 @@ def forwards_of(module: nn.Module) -> Forwards:
     return {type(part): type(part).forward for part in module.modules()}
 
 
-def refuse_what_reads_less(module: nn.Module, own: Forwards, traced: Forwards, read: set[str]) -> None:
+def require_all_weights_read(module: nn.Module, original: Forwards, traced: Forwards, read: set[str]) -> None:
     """Raise CaptureError if replacement code does not read all weights of the module that it replaces.
 
-    ``own`` and ``traced`` are the model's own and the traced ``forward`` functions; ``read`` has the names of
-    the weights that the trace reads, one name each.
+    ``original`` and ``traced`` are the model's own and the traced ``forward`` functions; ``read`` has the
+    names of the weights that the trace reads, one name each.
     """
     tensors = _named(module)
     read_ids = {id(tensors[name]) for name in read if name in tensors}
     for path, part in module.named_modules():
-        if own[type(part)] is traced[type(part)]:
+        if original[type(part)] is traced[type(part)]:
             continue
         missing = [name for name, tensor in _named(part).items() if id(tensor) not in read_ids]
         if missing and len(missing) < len(_named(part)):  # if all are missing, it was not called
             raise CaptureError(
-                f"what transformers.exporters traces for {path!r}, a {type(part).__name__}, does not read "
-                f"its {missing[0]!r}"
+                f"the code that transformers.exporters traces for {path!r} ({type(part).__name__}) does not "
+                f"read its {missing[0]!r}"
             )
 
 

@@ -57,7 +57,7 @@ linear_attention = torch.ops.graphplan.linear_attention.default
 """Returns outputs (batch, length, channels) and last numerators, denominators, maxima (batch, channels)."""
 
 
-def _own(module: str, name: str) -> Callable[..., Any]:
+def _original(module: str, name: str) -> Callable[..., Any]:
     """Return transformers' function, even if it is patched for a trace."""
     function: Callable[..., Any] = unpatched(getattr(importlib.import_module(module), name))
     return function
@@ -65,7 +65,7 @@ def _own(module: str, name: str) -> Callable[..., Any]:
 
 def _in_torch(module: str, name: str) -> Callable[..., Any]:
     """Return the function's implementation in torch operations, whatever kernels are installed."""
-    loop: Callable[..., Any] = inspect.unwrap(_own(module, _LOOPS.get(name, name)))
+    loop: Callable[..., Any] = inspect.unwrap(_original(module, _LOOPS.get(name, name)))
     return loop
 
 
@@ -89,7 +89,7 @@ def _attend(find: _Find, module: str, *args: Any) -> tuple[Any, ...]:
     return outputs, *last
 
 
-WHOLE = {selective_scan: _scan, delta_rule: _apply_rule, linear_attention: _attend}
+RECURRENCES = {selective_scan: _scan, delta_rule: _apply_rule, linear_attention: _attend}
 """Operation -> implementation."""
 
 _TOKENS = {selective_scan: (1, 2), linear_attention: (3, 1)}
@@ -100,7 +100,7 @@ def run_in_torch(operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Run an operation in torch operations, whatever kernels are installed, to measure it on fake tensors."""
     if operation is selective_scan:
         args = (*args[:-1], False)  # no mambapy, which does not support fake tensors
-    return WHOLE[operation](_in_torch, *args)
+    return RECURRENCES[operation](_in_torch, *args)
 
 
 def text_length(operation: Any, args: tuple[Any, ...]) -> int:
@@ -111,7 +111,7 @@ def text_length(operation: Any, args: tuple[Any, ...]) -> int:
     return int(args[index].shape[dimension])
 
 
-def shortened(operation: Any, args: tuple[Any, ...], length: int) -> tuple[Any, ...]:
+def with_length(operation: Any, args: tuple[Any, ...], length: int) -> tuple[Any, ...]:
     """Return the arguments for a text of another length, without data."""
     _, dimension = _TOKENS[operation]
 
@@ -126,7 +126,7 @@ def shortened(operation: Any, args: tuple[Any, ...], length: int) -> tuple[Any, 
 
 def _shapes_by_token(operation: Any, *args: Any) -> tuple[torch.Tensor, ...]:
     """Return the results without data: the shapes of one token, extended to the length of the text."""
-    outputs, *last = run_in_torch(operation, shortened(operation, args, 1))
+    outputs, *last = run_in_torch(operation, with_length(operation, args, 1))
     index, _ = _TOKENS[operation]
     return outputs.new_empty(args[index].shape), *(tensor.new_empty(tensor.shape) for tensor in last)
 
@@ -139,16 +139,16 @@ def _shapes_of_rule(*args: Any) -> tuple[torch.Tensor, ...]:
     return value.new_empty(value.shape, dtype=query.dtype), state
 
 
-for _operation, _run in WHOLE.items():
+for _operation, _run in RECURRENCES.items():
     _by_token = functools.partial(_shapes_by_token, _operation)
-    _LIBRARY.impl(_operation, functools.partial(_run, _own), "CompositeExplicitAutograd")
+    _LIBRARY.impl(_operation, functools.partial(_run, _original), "CompositeExplicitAutograd")
     torch.library.register_fake(
         _operation, _by_token if _operation in _TOKENS else _shapes_of_rule, lib=_LIBRARY
     )
 
 
 @contextmanager
-def recurrences_whole(module: nn.Module) -> Iterator[None]:
+def recurrences_as_operations(module: nn.Module) -> Iterator[None]:
     """Context manager that makes recurrences in a model's layers single operations, if grad is disabled."""
     homes = sorted({type(part).__module__ for part in module.modules()} & set(sys.modules))
     operations = (

@@ -13,7 +13,11 @@ from torch import nn
 from versions import needs
 
 import graphplan
-from graphplan.capture.transformers.export_patches import forwards_of, of_one_length, refuse_what_reads_less
+from graphplan.capture.transformers.export_patches import (
+    forwards_of,
+    have_equal_lengths,
+    require_all_weights_read,
+)
 from graphplan.errors import CaptureError
 
 transformers = pytest.importorskip("transformers")
@@ -66,10 +70,10 @@ def test_sizes_that_the_exporter_has_made_constants_are_a_structure() -> None:
 
 
 def test_lengths_of_segments() -> None:
-    assert of_one_length(torch.tensor([0, 4, 8]))
-    assert of_one_length(torch.tensor([0, 7]))
-    assert of_one_length(torch.tensor([0]))
-    assert not of_one_length(torch.tensor([0, 4, 7]))
+    assert have_equal_lengths(torch.tensor([0, 4, 8]))
+    assert have_equal_lengths(torch.tensor([0, 7]))
+    assert have_equal_lengths(torch.tensor([0]))
+    assert not have_equal_lengths(torch.tensor([0, 4, 7]))
 
 
 class Normed(nn.Module):
@@ -88,8 +92,8 @@ def test_a_stand_in_that_leaves_out_weights_is_refused() -> None:
     stand_in = {**own, Normed: lambda self, x: self.linear(x)}
     every = {name for name, _ in model.named_parameters()}
     less = every - {"1.norm.weight", "1.norm.bias"}
-    refuse_what_reads_less(model, own, own, less)  # the model's own code may leave out what it likes
-    refuse_what_reads_less(model, own, stand_in, every)
-    refuse_what_reads_less(model, own, stand_in, {n for n in every if n.startswith("0.")})  # never called
+    require_all_weights_read(model, own, own, less)  # the model's own code may leave out what it likes
+    require_all_weights_read(model, own, stand_in, every)
+    require_all_weights_read(model, own, stand_in, {n for n in every if n.startswith("0.")})  # never called
     with pytest.raises(CaptureError, match=r"'1', a Normed, does not read its 'norm\.weight'"):
-        refuse_what_reads_less(model, own, stand_in, less)
+        require_all_weights_read(model, own, stand_in, less)

@@ -15,7 +15,11 @@ from torch.utils import _pytree as pytree
 
 import graphplan
 from graphplan.capture.transformers import recurrences
-from graphplan.capture.transformers.recurrences import linear_attention, recurrences_whole, selective_scan
+from graphplan.capture.transformers.recurrences import (
+    linear_attention,
+    recurrences_as_operations,
+    selective_scan,
+)
 from graphplan.passes.frontend import fake_operation
 from graphplan.passes.frontend.fake_operation import run_fake
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, is_tensor_meta
@@ -132,7 +136,7 @@ def test_gradients_that_forward_computes_pass_recurrences() -> None:
     model = Salient(falcon_mamba().eval())
     ids = torch.randint(1, VOCABULARY, (2, 5))
     wanted = model(ids)
-    with torch.no_grad(), recurrences_whole(model):
+    with torch.no_grad(), recurrences_as_operations(model):
         assert torch.allclose(model(ids), wanted, atol=1e-5)
 
 
@@ -140,7 +144,7 @@ def test_eager_runs_while_another_thread_traces() -> None:
     model, ids = build("mamba"), torch.randint(6, VOCABULARY, (2, 9))
     with torch.no_grad():
         expected = model(ids).logits
-        with recurrences_whole(model):
+        with recurrences_as_operations(model):
             assert torch.equal(model(ids).logits, expected)
 
 
@@ -165,7 +169,7 @@ def test_the_operation_itself_runs_what_it_stands_for() -> None:
     model = build("mamba")
     home = importlib.import_module("transformers.models.mamba.modeling_mamba")
     own = home.mamba_selective_scan
-    with torch.no_grad(), recurrences_whole(model):
+    with torch.no_grad(), recurrences_as_operations(model):
         assert home.mamba_selective_scan is not own
         assert recurrences._own(home.__name__, "mamba_selective_scan") is own
     assert home.mamba_selective_scan is own
