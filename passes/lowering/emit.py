@@ -114,7 +114,8 @@ class _Lowering:
                 node.meta.update(self.source[name].meta)
                 self.env[name, self.home[name]] = node
         moved_out = any(True for _ in self.schedule.moves("output"))
-        tensors = [name for name in self.graph.inputs if self.graph.values[name].is_tensor]
+        tangents = () if self.capture.step is None else self.capture.step.tangents  # not in the forward pass
+        tensors = [n for n in self.graph.inputs if self.graph.values[n].is_tensor and n not in tangents]
         if moved_out and tensors:
             first = self.env[tensors[0], self.schedule.host]
             self.return_device = self.out.call_function(getattr, (first, "device"))

@@ -1382,3 +1382,32 @@ def test_parameter_named_like_an_operation(name: str) -> None:
     # planning failed: "operation 't' outputs 't', which exists already"
     model, x = Named(name), torch.randn(3, 4)
     check_training(model, {"x": x}, {0: 1 << 20, "cpu": ROOMY})
+
+
+class Prototypes(nn.Module):
+    """Distances to prototypes that a submodule computes from its weights alone."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.start, self.mix = nn.Parameter(torch.ones(4, 8)), nn.Linear(8, 8)
+
+        def forward(self) -> torch.Tensor:
+            return self.mix(self.start)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.project = Prototypes.Table(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(self.project(x), self.table())
+
+
+def test_step_of_a_submodule_without_inputs_equals_eager() -> None:
+    torch.manual_seed(0)
+    model, x = Prototypes(), torch.randn(3, 8)
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,), train=True)
+        for one in (model, placed):
+            (one(x).mean() + one.table().square().mean()).backward()
+        assert gap(gradients_of(placed), gradients_of(model)) < 1e-6
