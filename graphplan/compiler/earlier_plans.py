@@ -11,7 +11,7 @@ from graphplan.capture.captured_graph import Capture, Part
 from graphplan.devices.topology import DISK, DeviceKey, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment, prefetch_bytes
-from graphplan.runtime.weights.storage import Layout
+from graphplan.runtime.weights.storage import WeightLayout
 
 _ALLOCATOR_SLACK = 2 << 20  # bytes by which CUDA's allocator may count a larger prefetch buffer differently
 
@@ -109,7 +109,7 @@ class Commitments:
                 limits[spec.key] = min(limit, limits.get(spec.key, limit))
         return limits
 
-    def layout(self, topology: Topology) -> Layout:
+    def layout(self, topology: Topology) -> WeightLayout:
         """Return where the first plans have put the weights, and which weights are streamed."""
         assert self.homes is not None
         prefetch_buffers = [buffer for plan in self.plans for buffer in plan.schedule.prefetch_buffers]
@@ -120,7 +120,7 @@ class Commitments:
             for segment in buffer.segments
             for n in segment.weights
         )
-        return Layout(
+        return WeightLayout(
             {name: topology[key].torch_device for name, key in self.homes.items()},
             [name for name in dict.fromkeys(streamed) if self.homes.get(name) != DISK],
             any(topology[buffer.device].type == "cuda" for buffer in prefetch_buffers),

@@ -28,8 +28,8 @@ from graphplan.compiler.pipeline import Compiler, WeightedCall
 from graphplan.errors import CaptureError, InputError
 from graphplan.runtime.fallback.derived_classes import derive_class
 from graphplan.runtime.module.module_state import ModuleState
-from graphplan.runtime.module.placed_parts import as_written, link, unlink
-from graphplan.runtime.module.result_structure import given_layouts, rebuilder
+from graphplan.runtime.module.placed_parts import link, running_own_code, unlink
+from graphplan.runtime.module.result_structure import cache_layouts, rebuilder
 from graphplan.runtime.module.transformers_methods import class_body
 
 _ON_ZEROS = (
@@ -108,7 +108,7 @@ class Rehearsal:
     def play(self, entry: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
         """Trace a call of ``entry``, and return zeros in place of its results."""
         call = bind_call(signature, args, kwargs, entry)
-        with as_written(self._shell):
+        with running_own_code(self._shell):
             capture = self.compiler.captures.traced(call).capture
         made_by = {i: self._made[id(leaf)] for i, leaf in enumerate(call.leaves) if id(leaf) in self._made}
         seen = next((one for one in self.calls if one.capture is capture), None)
@@ -126,7 +126,7 @@ class Rehearsal:
         flat = [_zeros(result, sizes) for result in capture.outputs]
         self._kept.append(flat)
         self._made |= {id(t): (number, i) for i, t in enumerate(flat) if isinstance(t, torch.Tensor)}
-        given = given_layouts(capture.signature.spec, capture.changed_names)
+        given = cache_layouts(capture.signature.spec, capture.changed_names)
         return rebuilder(capture.out_spec, given)(
             flat, {name: call.kwargs[name] for name in capture.changed_names}
         )

@@ -32,15 +32,21 @@ def derive_class(
             first base: Python allows the assignment with abstract base classes only so.
     """
     key = base, original
-    made = _classes.get(key)
-    if made is None:
-        own = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-        own |= {"_graphplan_original": original, **body()}
+    derived = _classes.get(key)
+    if derived is None:
+        attributes = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+        attributes |= {"_graphplan_original": original, **body()}
         if in_place:
-            own |= {name: value for name, value in vars(base).items() if name not in own and callable(value)}
+            attributes |= {
+                name: value
+                for name, value in vars(base).items()
+                if name not in attributes and callable(value)
+            }
         with _class_lock, _without_init_subclass(original):
-            made = _classes[key] = type(original.__name__, (original, base) if in_place else key, own)
-    return made
+            derived = _classes[key] = type(
+                original.__name__, (original, base) if in_place else key, attributes
+            )
+    return derived
 
 
 @contextmanager
@@ -49,19 +55,19 @@ def _without_init_subclass(original: type) -> Iterator[None]:
 
     The attribute itself is replaced: a further base that overrides it would change the layout of instances.
     """
-    own = vars(original).get("__init_subclass__")
+    method = vars(original).get("__init_subclass__")
     type.__setattr__(original, "__init_subclass__", classmethod(lambda _: None))
     try:
         yield
     finally:
-        if own is None:
+        if method is None:
             type.__delattr__(original, "__init_subclass__")
         else:
-            type.__setattr__(original, "__init_subclass__", own)
+            type.__setattr__(original, "__init_subclass__", method)
 
 
 def derived_class(original: type[nn.Module], base: type) -> type[nn.Module] | None:
-    """Return what :func:`derive_class` has made of a class and a base; None once no module has that class."""
+    """Return the class that :func:`derive_class` derived; None if no module has it."""
     return _classes.get((base, original))
 
 

@@ -15,7 +15,7 @@ from graphplan.runtime.fallback.derived_classes import original_class, written_c
 
 
 def graph_methods(original: type[nn.Module]) -> dict[str, Any]:
-    """Return name -> method for the class of placed copies; {} if the model is no ``GraphModule``."""
+    """Return name -> method for the class of placed copies; {} if the model is not a ``GraphModule``."""
     if not issubclass(original, fx.GraphModule):
         return {}
     return {"recompile": _recompile, "__deepcopy__": _deepcopy}

@@ -86,7 +86,7 @@ class HookedRun:
         for value in (*args, *kwargs.values()):
             if isinstance(layer, int) and is_cache(value):
                 _move_cache_layer(value, layer, device)
-        return running.input_replacement.within((args, kwargs))
+        return running.input_replacement.apply((args, kwargs))
 
     def after(self, _module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
         """Restore the original tensors; return the result, on the caller's device if the mode says so."""
@@ -95,11 +95,11 @@ class HookedRun:
         device = self.device
         if not running.input_replacement.replacements and _is_on(device, result):
             return result
-        back = running.input_replacement.undo(lambda tensor: tensor.to(device))
-        back.holder = running.module
+        inverse = running.input_replacement.undo(lambda tensor: tensor.to(device))
+        inverse.holder = running.module
         if not self.execution_mode.returns:
-            back.replace = lambda tensor: tensor
-        return back.within(result)
+            inverse.replace = lambda tensor: tensor
+        return inverse.apply(result)
 
     def end(self) -> None:
         """Restore the tensors of all running modules: torch calls no hook after an interrupt."""
@@ -361,7 +361,7 @@ def rolled_back(tree: nn.Module) -> Iterator[None]:
 
 def _iterators(tree: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
     """Yield (attributes, name, copy) of each iterator in attributes of modules: a trial advances them."""
-    shared = {id(one): one for one in (*tree.modules(), *tree.parameters(), *tree.buffers())}
+    shared = {id(value): value for value in (*tree.modules(), *tree.parameters(), *tree.buffers())}
     for table in map(vars, tree.modules()):
         for name in [name for name, value in table.items() if is_iterator(value)]:
             with suppress(TypeError):  # a generator, or an iterator over one: a trace reports it

@@ -1,10 +1,10 @@
 """Replace the tensors in arguments and results of modules, for example by copies on another device.
 
 One object stays one object, even if several values contain it. Mutable containers and objects of any class
-are searched. Objects that are no containers are changed in place, since others may refer to them::
+are searched. Objects that are not containers are changed in place, since others may refer to them::
 
     arrived = Replacement(to_device_1, in_place=True)
-    arrived.within(inputs)       {"h": on the CPU}  ->  the same dict, with a copy on device 1
+    arrived.apply(inputs)        {"h": on the CPU}  ->  the same dict, with a copy on device 1
     arrived.undo(to_the_cpu)     again as it was; but what was put into it meanwhile goes to the CPU
 """
 
@@ -45,7 +45,7 @@ class Replacement:
     Attributes:
         replace: returns the replacement of a tensor or packed sequence.
         in_place: whether a mutable container itself is changed; else a copy with the changes replaces it.
-            Objects that are no containers are always changed in place.
+            Objects that are not containers are always changed in place.
         holder: the module whose results the values are, if any: objects in its attributes stay as they are,
             for its next call.
         replacements: id -> (tensor or container, its replacement), of all that were met.
@@ -56,62 +56,64 @@ class Replacement:
     holder: nn.Module | None = None
     replacements: dict[int, tuple[Any, Any]] = field(default_factory=dict)
 
-    def within(self, value: Any) -> Any:
+    def apply(self, value: Any) -> Any:
         """Return the value with its tensors replaced; the same object if it has none. Caches stay as is."""
         if type(value) in PLAIN_TYPES:
             return value
         if id(value) in self.replacements:
             return self.replacements[id(value)][1]
         if isinstance(value, _TENSORS):
-            return self._note(value, self.replace(value))
+            return self._record(value, self.replace(value))
         if isinstance(value, torch.Size | nn.Module) or is_cache(value):  # a size would become a tuple
             return value
         if _can_change(value):
-            self._note(value, value)  # before its parts: it may contain itself
+            self._record(value, value)  # before its parts: it may contain itself
             changes, is_container = self._changes(value), _is_container(value)
             if not changes or (not is_container and id(value) in self._held):
                 return value
             target = _shallow_copy(value) if is_container and not self.in_place else value
-            return self._note(value, _apply_changes(target, changes))
+            return self._record(value, _apply_changes(target, changes))
         node = node_of_class(type(value))
         if node is None:
             return value
         parts, context = node.flatten_fn(value)
-        others = [self.within(part) for part in parts]
+        replaced = [self.apply(part) for part in parts]
         fresh = not isinstance(value, tuple) and any(
             map(_can_change, parts)
         )  # flatten_fn may have made these containers, so that changes of them would be lost
-        same = not fresh and all(map(operator.is_, parts, others))
-        return self._note(value, value if same else node.unflatten_fn(others, context))
+        unchanged = not fresh and all(map(operator.is_, parts, replaced))
+        return self._record(value, value if unchanged else node.unflatten_fn(replaced, context))
 
     def undo(self, replace: Callable[[Any], Any]) -> Replacement:
-        """Undo what was done in place, and return the inverse replacement.
+        """Undo changes in place, and return the inverse replacement.
 
         The inverse uses ``replace`` for unknown tensors, which modules have put into containers meanwhile.
         """
-        back = Replacement(replace)
+        inverse = Replacement(replace)
         for value, other in self.replacements.values():
-            back._note(other, value)
-            back._note(value, value)
+            inverse._record(other, value)
+            inverse._record(value, value)
         for value, _ in self.replacements.values():
             if _can_change(value):
-                _apply_changes(value, back._changes(value))
-        return back
+                _apply_changes(value, inverse._changes(value))
+        return inverse
 
     @functools.cached_property
     def _held(self) -> Container[int]:
         """The ids of tensors and containers in attributes of the holder."""
         search = Replacement(lambda tensor: tensor)
-        for part in () if self.holder is None else self.holder.modules():
-            search.within([value for name, value in vars(part).items() if name not in _TORCH_ATTRIBUTES])
+        if self.holder is None:
+            return search.replacements
+        for part in self.holder.modules():
+            search.apply([value for name, value in vars(part).items() if name not in _TORCH_ATTRIBUTES])
         return search.replacements
 
-    def _note(self, value: Any, other: Any) -> Any:
+    def _record(self, value: Any, other: Any) -> Any:
         self.replacements[id(value)] = value, other
         return other
 
     def _changes(self, container: Any) -> list[tuple[_Put, Any, Any]]:
-        entries = ((put, key, part, self.within(part)) for put, key, part in _entries(container))
+        entries = ((put, key, part, self.apply(part)) for put, key, part in _entries(container))
         return [(put, key, other) for put, key, part, other in entries if other is not part]
 
 
@@ -165,11 +167,11 @@ def to_device(value: Any, device: torch.device, holder: nn.Module | None = None)
 
     ``holder`` is as in :class:`Replacement`.
     """
-    return Replacement(lambda tensor: tensor.to(device), holder=holder).within(value)
+    return Replacement(lambda tensor: tensor.to(device), holder=holder).apply(value)
 
 
 def tensors_in(leaves: Iterable[Any]) -> list[torch.Tensor]:
     """Return the tensors among leaves, and in objects among these."""
     search = Replacement(lambda tensor: tensor)
-    search.within(list(leaves))
+    search.apply(list(leaves))
     return [value for value, _ in search.replacements.values() if isinstance(value, torch.Tensor)]

@@ -84,5 +84,5 @@ class Arena:
 def _with_own_storage(piece: torch.Tensor) -> torch.Tensor:
     """Return a tensor over the same bytes with its own storage, which keeps the piece alive."""
     if isinstance(piece, SimulatedTensor):
-        return piece.apart()
+        return piece.with_separate_storage()
     return from_dlpack(piece) if piece.numel() else torch.empty_like(piece)

@@ -14,7 +14,7 @@ from graphplan.ir.graph_elements import Weight
 from graphplan.ir.lowered_ops import GRADIENTS, constant_attribute, is_bound, part_attribute, stream_attribute
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
-from graphplan.runtime.module.result_structure import given_layouts, rebuilder
+from graphplan.runtime.module.result_structure import cache_layouts, rebuilder
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.weights.resident_parts import ResidentPart, rows_of
 from graphplan.runtime.weights.weight_changes import require_planned
@@ -34,7 +34,7 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
             _bind_parts(module, state, program, forward)
             forward.__dict__[GRADIENTS] = state.gradients
             rebuild = rebuilder(
-                program.out_spec, given_layouts(program.signature.spec, program.changed_names)
+                program.out_spec, cache_layouts(program.signature.spec, program.changed_names)
             )
             step = program.backward
             backward = None if step is None else backward_code(module, program, forward, step.graph)

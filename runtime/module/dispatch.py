@@ -125,7 +125,7 @@ def serve(
     if reader is None:
         reader = state.reader = state.new_reader(module)
     modes = reader.read(module)
-    search = _Search(module, state, request, modes if step is None else replace(modes, step=step))
+    search = _ProgramSearch(module, state, request, modes if step is None else replace(modes, step=step))
     if state.untraced is not None:
         if search.find_modular() is None:
             state.start = state.retry
@@ -146,7 +146,7 @@ def serve(
 
 
 @dataclass(slots=True)
-class _Search:
+class _ProgramSearch:
     """The search for what serves a request, while the modules are in these modes."""
 
     module: nn.Module

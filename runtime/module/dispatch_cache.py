@@ -1,4 +1,4 @@
-"""Routes: a call of a form that was served before goes straight to its program.
+"""Routes: a call of a known form is passed directly to its program.
 
 Binding a call to the names of ``forward`` and flattening it by pytree takes longer than many a layer. A route
 records one form: the number of positional arguments, the keywords in their order, and the structure of each
@@ -64,7 +64,7 @@ class Route:
         checks: condition for each tensor, counter or number, in the order of the arguments.
         guards: further conditions, on all leaves.
         positions: for each leaf, the index of its tensor, or None for a constant.
-        constants: the leaves that are no tensors; None for tensors.
+        constants: the leaves that are not tensors; None for tensors.
         first: index of the tensor whose device is the caller's.
     """
 
@@ -140,14 +140,14 @@ def _route_of(
         if position is not None:
             checks[position] = leaf if varies else Same(leaf)
     if None in checks:
-        return None  # a tensor of the arguments is no leaf of the bound call
+        return None  # a tensor of the arguments is not a leaf of the bound call
     constants = tuple(
         leaf if position is None else None for position, leaf in zip(positions, call.leaves, strict=True)
     )
     tensors = (p for p, leaf in zip(positions, signature.leaves, strict=True) if isinstance(leaf, TensorLeaf))
     first = next(tensors, None)  # in the order of forward's arguments, as :attr:`BoundCall.device`
     checked = (tuple(checks), signature.guards, tuple(positions))
-    return Route(len(args), tuple(kwargs), tuple(matches), *checked, constants, first)
+    return Route(len(args), tuple(kwargs), tuple(matches), *checked, constants=constants, first=first)
 
 
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)

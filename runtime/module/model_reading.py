@@ -1,4 +1,4 @@
-"""Read what a trace may depend on beside weights, inputs and modes: facts by name, and where to read again.
+"""Read what a trace may depend on besides weights, inputs and modes: facts by name, and where to reread them.
 
 ::
 
@@ -70,8 +70,8 @@ class ModelReading:
 
     Attributes:
         facts: name, as in messages -> fact.
-        notes: likewise, for attributes of parameters; None while tensors stand in for parameters, as in
-            ``torch.func.functional_call``.
+        attribute_facts: likewise, for attributes of parameters; None while tensors stand in for parameters,
+            as in ``torch.func.functional_call``.
         root: the plain attributes of the module itself.
         tables: the dictionaries, containers and class namespaces that hold all other objects.
         keys: the key of each object in its table.
@@ -81,14 +81,14 @@ class ModelReading:
         hooks: the tables of hooks of the submodules.
         namespaces: class -> attributes, of the classes with code of the model.
         containers: name of the fact -> plain container, which is compared as a whole.
-        tensors: the tensors that are no weights.
+        tensors: the tensors that are not weights.
         values: name -> tensor in an attribute of a module, whose values may change.
     """
 
     def __init__(self, module: nn.Module) -> None:
         named = dict(module.named_modules())
         self.facts: dict[str, Fact] = {}
-        self.notes: dict[str, Fact] | None = {}
+        self.attribute_facts: dict[str, Fact] | None = {}
         self.root = {name: value for name, value in vars(module).items() if name not in _IGNORED}
         self.tables: list[Any] = []
         self.keys: list[Any] = []
@@ -103,16 +103,16 @@ class ModelReading:
         self.hooks = [vars(part)[name] for part in self.parts for name in HOOK_TABLES if name in vars(part)]
         self.containers: dict[str, Any] = {}
         self.tensors: list[torch.Tensor] = []
-        self._first: dict[Any, str] = {}  # identity of a weight -> its first name
-        tensors = [one for table in self.weights for one in table.values() if one is not None]
-        # an attribute may hold weights too, as in nn.LSTM: a write to these is no change
-        self._model, self._known = set(map(id, named.values())), set(map(id, tensors))
+        self._first_names: dict[Any, str] = {}  # identity of a weight -> its first name
+        tensors = [t for table in self.weights for t in table.values() if t is not None]
+        # an attribute may hold weights too, as in nn.LSTM: a write to these is not a change
+        self._module_ids, self._known_ids = set(map(id, named.values())), set(map(id, tensors))
         classes = _classes(map(original_class, named.values()))
         self.namespaces = {cls: vars(cls) for cls in classes}
         for path, part in named.items():
             self._read_part(path, part)
         self._read_weights(named)
-        self._read_notes(named)
+        self._read_parameter_attributes(named)
         for path, part in named.items():
             if len(part._modules) > 1:
                 order = f"the order in {path!r}" if path else "the order of the submodules"
@@ -129,7 +129,9 @@ class ModelReading:
             if name not in _IGNORED and (path or name != "forward"):  # the root's runs around the graphs
                 table = vars(part) if path else None
                 self._read(prefix + name, value, table, name, matters=hasattr(type(part), name))
-        for table_name in HOOK_TABLES if path else ():
+        if not path:
+            return
+        for table_name in HOOK_TABLES:
             hooks = vars(part).get(table_name, {})
             for key, hook in hooks.items():
                 self._read(f"{prefix}{table_name}[{key}]", hook, hooks, key, matters=False)
@@ -142,30 +144,32 @@ class ModelReading:
                     self._read_weight(f"{path}.{name}" if path else name, tensor, stays=stays)
 
     def _read_weight(self, name: str, tensor: torch.Tensor | None, *, stays: bool) -> None:
-        self.facts[repr(name)] = Fact(_form(tensor))
-        self.facts[f"the device of {name!r}"] = Fact(_place(tensor) if stays else ANY)
-        other = name if tensor is None else self._first.setdefault(identity(tensor), name)
-        if other != name:
-            self.facts[f"the memory of {name!r} and {other!r}"] = Fact(True, matters=False)
+        self.facts[repr(name)] = Fact(_layout_text(tensor))
+        self.facts[f"the device of {name!r}"] = Fact(_device_kind(tensor) if stays else ANY)
+        first = name if tensor is None else self._first_names.setdefault(identity(tensor), name)
+        if first != name:
+            self.facts[f"the memory of {name!r} and {first!r}"] = Fact(True, matters=False)
 
-    def _read_notes(self, named: Mapping[str, nn.Module]) -> None:
+    def _read_parameter_attributes(self, named: Mapping[str, nn.Module]) -> None:
         facts, self.facts = self.facts, {}
         parameters = {
-            f"{path}.{own}" if path else own: parameter
+            f"{path}.{name}" if path else name: parameter
             for path, part in named.items()
-            for own, parameter in part._parameters.items()
+            for name, parameter in part._parameters.items()
             if parameter is not None
         }
-        noted = {id(table[key]) for p in parameters.values() for _, table, key in attribute_tensors(p)}
-        self._known |= noted  # these are weights: a write to them is no change
+        attribute_ids = {
+            id(table[key]) for p in parameters.values() for _, table, key in attribute_tensors(p)
+        }
+        self._known_ids |= attribute_ids  # these are weights: a write to them is not a change
         for name, parameter in parameters.items():
             for key, value in custom_attributes(parameter).items():
                 self._read(f"{name}.{key}", value, vars(parameter), key, matters=False)
             for inner, table, key in attribute_tensors(parameter):
                 self._watch(table, key)
                 self._read_weight(f"{name}.{inner}", table[key], stays=True)
-        stay = all(isinstance(parameter, nn.Parameter) for parameter in parameters.values())
-        self.notes, self.facts = self.facts if stay else None, facts
+        all_parameters = all(isinstance(parameter, nn.Parameter) for parameter in parameters.values())
+        self.attribute_facts, self.facts = self.facts if all_parameters else None, facts
 
     def _read_class(self, cls: type) -> None:
         namespace = self.namespaces[cls]
@@ -177,11 +181,11 @@ class ModelReading:
     def _values(self, named: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of each tensor attribute with memory of its own, whose values may change.
 
-        One that shares memory is left out: others would change with it, or code may compare it by ``is``.
+        Tensors that share memory are left out: others would change too, or code may compare them by ``is``.
         """
-        objects = (fact.value for fact in chain(self.facts.values(), (self.notes or {}).values()))
-        count = Counter(memory_of(one) for one in objects if isinstance(one, torch.Tensor))
-        count.update(memory_of(one) for table in self.weights for one in table.values() if one is not None)
+        objects = (fact.value for fact in chain(self.facts.values(), (self.attribute_facts or {}).values()))
+        count = Counter(memory_of(value) for value in objects if isinstance(value, torch.Tensor))
+        count.update(memory_of(t) for table in self.weights for t in table.values() if t is not None)
         for path, part in named.items():
             for name, value in vars(part).items():
                 if name not in _IGNORED and _is_value(value) and count[memory_of(value)] == 1:
@@ -193,8 +197,8 @@ class ModelReading:
         self.facts[fact] = Fact(copy.deepcopy(value) if is_container(value) else unpatched(value), matters)
         if table is not None:
             self._watch(table, key)
-        contents = data_in(name, value, self._known, self._model)
-        self._known |= contents.seen
+        contents = data_in(name, value, self._known_ids, self._module_ids)
+        self._known_ids |= contents.seen
         for inner, entry_table, entry_key in contents.entries:
             self._watch(entry_table, entry_key)
             self.facts[repr(inner)] = Fact(unpatched(entry_table[entry_key]), attribute=fact)
@@ -216,20 +220,20 @@ def writes_to(name: str) -> str:
 
 
 def _is_value(value: Any) -> bool:
-    """Whether it is a tensor without attributes that can be written to and requires no gradient."""
+    """Whether a value is a writable tensor without custom attributes that requires no gradient."""
     if not isinstance(value, torch.Tensor) or memory_of(value) is None:
         return False
     expanded = any(not step and size > 1 for step, size in zip(value.stride(), value.shape, strict=True))
     return not (expanded or value.requires_grad or custom_attributes(value))
 
 
-def _classes(of: Iterable[type]) -> Iterator[type]:
+def _classes(types: Iterable[type]) -> Iterator[type]:
     """Return these classes and their bases, each once, without those of torch and Python."""
-    classes = dict.fromkeys(base for cls in of for base in cls.__mro__)
+    classes = dict.fromkeys(base for cls in types for base in cls.__mro__)
     return (cls for cls in classes if cls.__module__.partition(".")[0] not in _LIBRARIES)
 
 
-def _form(tensor: torch.Tensor | None) -> str | None:
+def _layout_text(tensor: torch.Tensor | None) -> str | None:
     """Return the properties of a weight on which a graph depends, as text."""
     if tensor is None:
         return None
@@ -237,7 +241,7 @@ def _form(tensor: torch.Tensor | None) -> str | None:
     return f"{tensor.dtype} {kind} of shape {list(tensor.shape)}"
 
 
-def _place(tensor: torch.Tensor | None) -> str | None:
+def _device_kind(tensor: torch.Tensor | None) -> str | None:
     """Return the type of device: a new weight that was made on the CPU is a change, and is then moved."""
     if tensor is None:
         return None

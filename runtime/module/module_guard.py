@@ -8,7 +8,8 @@ Later changes of these make the graphs stale::
     placed.head.weight = nn.Parameter(...)     a weight that was shared with another module
 
 Each call compares identities, which takes tens of nanoseconds per attribute. Values are compared only if an
-identity differs. Hooks added to submodules are in no graph: while there are any, calls run module by module.
+identity differs. Graphs do not call hooks that are added to submodules: while there are any, calls run module
+by module.
 """
 
 from __future__ import annotations
@@ -38,54 +39,56 @@ class ModuleGuard:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._adopt(_Snapshot(module))
+        self._adopt(_IdentityCheck(module))
 
-    def _adopt(self, now: _Snapshot) -> None:
-        reading = now.reading
-        self._facts, self._notes, self.values = reading.facts, reading.notes, reading.values
-        self._seen = now
+    def _adopt(self, check: _IdentityCheck) -> None:
+        reading = check.reading
+        self._facts, self._attribute_facts = reading.facts, reading.attribute_facts
+        self.values = reading.values
+        self._check = check
 
     def has_untraced_hooks(self, traced: int) -> bool:
         """Whether submodules have more than ``traced`` hooks, or there are global module hooks."""
-        hooked = any(self._seen.reading.hooks)  # faster than a count, as most tables are empty
-        return (hooked and self._seen.hook_count() > traced) or any(global_hooks())
+        hooked = any(self._check.reading.hooks)  # faster than a count, as most tables are empty
+        return (hooked and self._check.hook_count() > traced) or any(global_hooks())
 
     @property
     def parts(self) -> list[nn.Module]:
         """The submodules; others of the same classes may have replaced traced ones without a difference."""
-        return self._seen.reading.parts
+        return self._check.reading.parts
 
-    def same(self, module: nn.Module) -> bool:
+    def is_unchanged(self, module: nn.Module) -> bool:
         """Whether nothing has changed since the last reading; False also if that is uncertain."""
-        return self._seen.same(module)
+        return self._check.is_unchanged(module)
 
     def accept(self, module: nn.Module) -> None:
-        """Take the present state of the module as the one to compare with."""
-        if not self._seen.same(module):
-            self._adopt(_Snapshot(module))
+        """Compare later states with the present one."""
+        if not self._check.is_unchanged(module):
+            self._adopt(_IdentityCheck(module))
 
-    def difference(self, module: nn.Module, *, other_values: bool = False) -> str | None:
+    def difference(self, module: nn.Module, *, values_may_change: bool = False) -> str | None:
         """Return a description of the first change since the graphs were traced; None if there is none.
 
-        If ``other_values``, the tensors in ``values`` may be replaced and written to.
+        If ``values_may_change``, the tensors in ``values`` may be replaced and written to.
         """
-        now = _Snapshot(module)
-        reading, known = now.reading, self.values
-        values = {n: one for n, one in reading.values.items() if n in known and _is_alike(known[n], one)}
+        check = _IdentityCheck(module)
+        reading, known = check.reading, self.values
+        values = {n: t for n, t in reading.values.items() if n in known and _is_alike(known[n], t)}
         of_values = (
-            {fact for name in values for fact in (repr(name), writes_to(name))} if other_values else ()
+            {fact for name in values for fact in (repr(name), writes_to(name))} if values_may_change else ()
         )
         facts = {name: fact for name, fact in self._facts.items() if name not in of_values}
         facts |= {name: fact for name, fact in reading.facts.items() if name in of_values}
         change = _difference(facts, reading.facts)
-        if change is None and self._notes is not None and reading.notes is not None:
-            change = _difference(self._notes, reading.notes)
+        if change is None and self._attribute_facts is not None and reading.attribute_facts is not None:
+            change = _difference(self._attribute_facts, reading.attribute_facts)
         if change is None:
-            self._facts, self.values, self._seen = facts, values, now
+            self._facts, self.values = facts, values
+            self._check = check
         return change
 
 
-class _Snapshot:
+class _IdentityCheck:
     """A reading of a module, and the objects that were read, to compare identities."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -95,15 +98,17 @@ class _Snapshot:
         hooks = set(map(id, reading.hooks))  # their tables may grow without a change
         sized: tuple[Any, ...] = (*map(vars, reading.parts), *reading.children, *reading.weights)
         sized += (*reading.tables, *reading.namespaces.values())
-        sized = tuple(table for key, table in {id(one): one for one in sized}.items() if key not in hooks)
-        self._sized, self._empty = [table for table in sized if table], [one for one in sized if not one]
+        by_id = {id(table): table for table in sized}
+        sized = tuple(table for key, table in by_id.items() if key not in hooks)
+        self._sized = [table for table in sized if table]
+        self._empty = [table for table in sized if not table]
         self._sizes, self._root_size = list(map(len, self._sized)), len(vars(module))
         self._order = list(chain.from_iterable(reading.children))
         weights = chain.from_iterable(map(dict.values, reading.weights))
         self._tensors = [tensor for tensor in weights if tensor is not None]
         self._shapes = list(map(_shape, self._tensors))
         self._versions = list(map(_version, reading.tensors))
-        facts = reading.facts | (reading.notes or {})
+        facts = reading.facts | (reading.attribute_facts or {})
         self._contents = [facts[name].value for name in reading.containers]
         self._shared = list(_shared(self._tensors))
 
@@ -111,7 +116,7 @@ class _Snapshot:
         """Return the present number of hooks of submodules."""
         return sum(map(len, self.reading.hooks))
 
-    def same(self, module: nn.Module) -> bool:
+    def is_unchanged(self, module: nn.Module) -> bool:
         """Whether each entry is the same object as before; False also if that is uncertain."""
         reading = self.reading
         try:
@@ -126,7 +131,7 @@ class _Snapshot:
                 and list(map(_shape, self._tensors)) == self._shapes
                 and list(map(_version, reading.tensors)) == self._versions
                 and list(reading.containers.values()) == self._contents
-                and all(identity(one) == identity(other) for one, other in self._shared)
+                and all(identity(first) == identity(second) for first, second in self._shared)
             )
         except (KeyError, IndexError):
             return False

@@ -1,4 +1,4 @@
-"""The state of a placed module beside the model's own attributes: its programs, and how to make more."""
+"""The state of a placed module besides the model's own attributes: its programs, and how to compile more."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import Rebuild
 from graphplan.runtime.module.weight_binding import BoundCode
-from graphplan.runtime.profile.call_profile import Recorder
+from graphplan.runtime.profile.call_profile import ProfilingInterpreter
 from graphplan.runtime.weights.resident_parts import ResidentPart
 from graphplan.runtime.weights.weight_streams import ModuleStreams
 from graphplan.warnings import warn
 
-_LONG = 60.0  # seconds, more than most calls take
+_LONG_WAIT = 60.0  # seconds, more than most calls take
 _WAITS = (
-    f"a call of a placed model or its submodule has waited {_LONG:g} s for a call in another thread: the "
-    "plan has memory for one call at a time. If that call waits for this thread, for example because "
+    f"a call of a placed model or its submodule has waited {_LONG_WAIT:g} s for a call in another thread: "
+    "the plan has memory for one call at a time. If that call waits for this thread, for example because "
     "forward runs submodules in its own threads, this is a deadlock: run them one after the other"
 )
 
@@ -47,12 +47,13 @@ class CallLock:
     """
 
     def __init__(self) -> None:
-        self._lock, self._process, self.changes = threading.RLock(), os.getpid(), 0
+        self._lock, self._process = threading.RLock(), os.getpid()
+        self.changes = 0
 
     def __enter__(self) -> None:
         if os.getpid() != self._process:
             self._lock, self._process = threading.RLock(), os.getpid()
-        if not self._lock.acquire(timeout=_LONG):
+        if not self._lock.acquire(timeout=_LONG_WAIT):
             warn(_WAITS)
             self._lock.acquire()
         self.changes += 1
@@ -111,9 +112,9 @@ class Code:
     """
 
     module: fx.GraphModule
-    bound: BoundCode | Recorder
+    bound: BoundCode | ProfilingInterpreter
     rebuild: Rebuild
-    backward: BoundCode | Recorder | None = None
+    backward: BoundCode | ProfilingInterpreter | None = None
     reduced: dict[tuple[Any, ...], BoundCode] = field(default_factory=dict)
 
 
@@ -128,7 +129,7 @@ class CachedRoute:
 
 @dataclass
 class ModuleState:
-    """The state of a placed module beside the model's own attributes.
+    """The state of a placed module besides the model's own attributes.
 
     Programs are appended under the capture lock, and never removed. Fields with ``init=False`` belong to this
     module and its weights: a copy has its own.
@@ -137,7 +138,7 @@ class ModuleState:
         restart: what pickling keeps, to place the module again.
         start: if set, places the module at its next call: there were no inputs to plan with, pickling has
             dropped the programs, or the graphs are stale.
-        as_written: the methods that run their own code.
+        own_code_methods: the methods that run their own code.
         untraced: how a model without a graph runs.
         retry: places such a model at a call that may have a graph.
         step: what a planned training step differentiates.
@@ -163,7 +164,7 @@ class ModuleState:
     start: Start | None = None
     device: torch.device | None = None
     device_types: tuple[str, ...] = ()
-    as_written: set[tuple[str, bool]] = field(default_factory=set)
+    own_code_methods: set[tuple[str, bool]] = field(default_factory=set)
     modular_calls: ModularCalls = field(default_factory=ModularCalls)
     untraced: Untraced | None = None
     retry: Start | None = None
@@ -213,14 +214,14 @@ class ModuleState:
 
     def update_constants(self) -> None:
         """Copy the present values of tensors in attributes to the code, unless it has them."""
-        now = None if self.guard is None else self.guard.values
-        if now is None or now is self.values:
+        current = None if self.guard is None else self.guard.values
+        if current is None or current is self.values:
             return
-        self.values = now  # set first: a thread that adds a program meanwhile resets it to None
+        self.values = current  # set first: a thread that adds a program meanwhile resets it to None
         for program in self.programs:
             for constant, attribute in (program.constant_attributes or {}).items():
-                if attribute in now:
-                    program.constants[constant].detach().copy_(now[attribute])
+                if attribute in current:
+                    program.constants[constant].detach().copy_(current[attribute])
 
     def may_move(self, call: BoundCall) -> bool:
         """Whether weights may move to give a call room: only for larger inputs than the last time."""

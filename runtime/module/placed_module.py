@@ -56,12 +56,12 @@ from graphplan.runtime.module.dispatch import (
     share_prefetch_buffers,
 )
 from graphplan.runtime.module.module_state import Code, ModuleState
-from graphplan.runtime.module.placed_parts import as_written, link, runs_as_written
-from graphplan.runtime.module.placed_view import PlacedView, ShortNames
+from graphplan.runtime.module.placed_parts import link, running_own_code, runs_own_code
+from graphplan.runtime.module.placed_view import PlacedView, ViewAttributes
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.program_run import run
 from graphplan.runtime.module.training.missing_gradients import may_miss_gradients, warn_of_missing_gradients
-from graphplan.runtime.module.training.optimizer_states import states_follow
+from graphplan.runtime.module.training.optimizer_states import move_optimizer_states
 from graphplan.runtime.module.training.training_step import require_no_gradients, run_step
 from graphplan.runtime.module.transformers_methods import class_body
 from graphplan.runtime.weights.storage import in_host_memory
@@ -69,8 +69,8 @@ from graphplan.runtime.weights.weight_changes import KeptInPlace
 from graphplan.warnings import warn
 
 _WEIGHTS_MOVE = (
-    "a call does not fit beside the weights where they reside, so weights are moved: to leave room from "
-    "the start, give partition max_batch and max_length, or such a call in calls="
+    "a call does not fit in addition to the weights where they reside, so weights are moved: to leave room "
+    "from the start, give partition max_batch and max_length, or such a call in calls="
 )
 _EXPORTED = "torch.export cannot trace a placed model: export the result of graphplan.unplace(model)"
 logger = logging.getLogger("graphplan")
@@ -78,7 +78,7 @@ logger = logging.getLogger("graphplan")
 Record = Callable[[Program, Code], Code]
 
 
-class PlacedModule(ShortNames, KeptInPlace):
+class PlacedModule(ViewAttributes, KeptInPlace):
     """The base of the classes of modules that :func:`graphplan.partition` returns."""
 
     _graphplan: ModuleState
@@ -100,7 +100,7 @@ class PlacedModule(ShortNames, KeptInPlace):
         return self._graphplan_enter("", self._graphplan.signature, args, kwargs)
 
     def _graphplan_entry(self) -> tuple[nn.Module, str] | None:
-        return None if runs_as_written(self) else (self, "")
+        return None if runs_own_code(self) else (self, "")
 
     @never_compiled
     def _graphplan_enter(
@@ -114,7 +114,7 @@ class PlacedModule(ShortNames, KeptInPlace):
         """Run an entry, with its own arguments, and return its result."""
         if is_exported():
             raise PlanError(_EXPORTED)
-        if runs_as_written(self):  # the caller is the module's own code, or a hook
+        if runs_own_code(self):  # the caller is the module's own code, or a hook
             return _to_input_device(self, entry_of(self, entry)(*args, **kwargs), args, kwargs)
         if is_on_one_device():
             with as_outside():
@@ -275,7 +275,7 @@ def _start(
             started.__dict__[name] = MethodType(value.__func__, module)
     object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
     new_state = module._graphplan
-    new_state.as_written, new_state.train_called = state.as_written, state.train_called
+    new_state.own_code_methods, new_state.train_called = state.own_code_methods, state.train_called
     # the model changed itself, or no trace works: traces fail again
     if state.modular_calls.changed_module or state.untraced is not None:
         new_state.modular_calls.structures += [
@@ -313,16 +313,16 @@ def note_untraced(module: nn.Module, call: BoundCall) -> None:
 
 def _follow_optimizers(module: nn.Module, state: ModuleState) -> None:
     if state.keep_grad or state.step is not None:
-        states_follow(module)
+        move_optimizer_states(module)
 
 
 def _find_change(module: PlacedModule) -> str | None:
     """Return a description of a change since the graphs were traced, or None."""
     state = module._graphplan
     guard = state.guard
-    if guard is None or state.start is not None or guard.same(module):
+    if guard is None or state.start is not None or guard.is_unchanged(module):
         return None
-    parts, change = guard.parts, guard.difference(module, other_values=state.allows_other_values)
+    parts, change = guard.parts, guard.difference(module, values_may_change=state.allows_other_values)
     if guard.parts is not parts:  # submodules without a difference, whose modes are read from now on
         state.reader = state.new_reader(module)
     return change
@@ -357,7 +357,7 @@ def _move_weights(module: PlacedModule, state: ModuleState, request: CallRequest
 
 
 def _notice_changes(module: PlacedModule) -> None:
-    """Have the module placed anew if it has changed since its graphs were traced."""
+    """Have the module placed again if it has changed since its graphs were traced."""
     state, change = module._graphplan, _find_change(module)
     if change is not None:
         if state.reader is not None:
@@ -376,7 +376,7 @@ def _run_modular(module: PlacedModule, served: ServedByModules, record: Record |
     if isinstance(known, ModularCall):
         compute_device = compute_device or compute_device_of(PlacedView(module).plan)
         watch = _watch_changes(module, state, known)
-    with as_written(module), watch:
+    with running_own_code(module), watch:
         result = run_by_modules(module, call, known, compute_device, keeps_grad=keeps_grad)
     return to_device(result, device_of_inputs(call), module) if state.return_outputs else result
 
@@ -396,7 +396,7 @@ def _watch_changes(module: PlacedModule, state: ModuleState, structure: ModularC
         added = frozenset[Hook]() if structure.while_hooked else hooks_of(module) - hooks
         state.modular_calls.traced |= added
         if state.guard is not None:
-            state.modular_calls.changed_module |= not state.guard.same(module)
+            state.modular_calls.changed_module |= not state.guard.is_unchanged(module)
             change = _find_change(module)
             state.stale = change if change and not added else state.stale
             state.guard.accept(module)
@@ -427,7 +427,7 @@ def unplace(module: nn.Module) -> nn.Module:
             memory are shared with it, and so are their gradients.
 
     Raises:
-        PlanError: it is no placed module.
+        PlanError: ``module`` is not a placed module.
     """
     if not isinstance(module, PlacedModule):
         raise PlanError(f"{type(module).__name__} is not a placed module")

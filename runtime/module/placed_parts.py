@@ -2,13 +2,13 @@
 
 Each is an *entry* of the placed module: a path, and possibly a method. All entries share the placed weights::
 
-    placed.text_model(ids)     "text_model"    torch calls what ``compile()`` would have set on the submodule
+    placed.text_model(ids)     "text_model"    by the attribute that ``nn.Module.compile()`` sets
     placed.text_model.forward(ids)             the derived class of the submodule overrides ``forward``
     placed.encode(x)           ":encode"       the derived class of the model overrides the method
     placed.vae.decode(z)       "vae:decode"    the derived class of the submodule overrides the method
 
-Copies and pickles of submodules are plain modules. A trace, which reads such a copy, and a run module by
-module, which is inside :func:`as_written`, do not come back here.
+Copies and pickles of submodules are plain modules. A trace reads such a copy, and a run module by module is
+inside :func:`running_own_code`: neither runs entries.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LIBRARIES = {"accelerate", "lightning", "peft", "pytorch_lightning", "torch"}
 _TRANSFORMERS_METHODS = re.compile(r"(encode|decode|get_(image|video|audio|text|qformer)_features)$")
 
 _OWN_CODE = (
-    "\nIts own code runs instead, and the submodules that it calls run as graphs of their own: what it "
+    "\nIts own code runs instead, and the submodules that it calls run as separate graphs: what it "
     "computes between them is not planned. strict=True makes this an error"
 )
 
@@ -51,60 +51,61 @@ _local = threading.local()
 
 
 @contextmanager
-def as_written(whole: nn.Module) -> Iterator[None]:
+def running_own_code(root: nn.Module) -> Iterator[None]:
     """Context manager in which a placed module and its submodules run their own code in this thread."""
-    before = getattr(_local, "as_written", ())
-    _local.as_written = (*before, whole)
+    outer = getattr(_local, "roots", ())
+    _local.roots = (*outer, root)
     try:
         yield
     finally:
-        _local.as_written = before
+        _local.roots = outer
 
 
-def runs_as_written(whole: nn.Module) -> bool:
-    """Whether this thread is in a block of :func:`as_written` of this module."""
-    return any(module is whole for module in getattr(_local, "as_written", ()))
+def runs_own_code(root: nn.Module) -> bool:
+    """Whether this thread is in a block of :func:`running_own_code` of this module."""
+    return any(module is root for module in getattr(_local, "roots", ()))
 
 
-def _is_recomputed(whole: Any) -> bool:
+def _is_recomputed(root: Any) -> bool:
     """Whether ``torch.utils.checkpoint`` probably recomputes a part of a forward pass without a graph."""
-    return in_backward() and bool(whole._graphplan.modular_calls.structures)
+    return in_backward() and bool(root._graphplan.modular_calls.structures)
 
 
-class _Link:
+class _CallForwarder:
     """Forwards calls of a submodule to its placed module; holds both weakly, and a copy or pickle is None."""
 
-    def __init__(self, whole: nn.Module, path: str, part: nn.Module) -> None:
-        self._whole, self.path, self._part = weakref.ref(whole), path, weakref.ref(part)
+    def __init__(self, root: nn.Module, path: str, part: nn.Module) -> None:
+        self._root, self._part = weakref.ref(root), weakref.ref(part)
+        self.path = path
         self._signature: inspect.Signature | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         part: Any = self._part()
-        whole: Any = self.whole()
-        if whole is None:
+        root: Any = self.root()
+        if root is None:
             return call_without_compiled(part, *args, **kwargs)
         if self._signature is None:
             self._signature = signature_of(part.forward)
-        return whole._graphplan_enter(self.path, self._signature, args, kwargs)
+        return root._graphplan_enter(self.path, self._signature, args, kwargs)
 
-    def whole(self) -> nn.Module | None:
+    def root(self) -> nn.Module | None:
         """Return the placed module; None if the submodule must run its own code: in a run, or once replaced.
 
         Raises:
             PlanError: the placed module no longer exists.
         """
-        whole = self._whole()
-        if whole is None:
+        root = self._root()
+        if root is None:
             raise PlanError(
                 f"{self.path!r} is a submodule of a placed model that is gone: keep the model that "
                 "partition returned as long as its submodules are called"
             )
-        if runs_as_written(whole) or _is_recomputed(whole):
+        if runs_own_code(root) or _is_recomputed(root):
             return None
-        part: Any = whole
+        part: Any = root
         for name in self.path.split("."):
             part = None if part is None else part._modules.get(name)
-        return whole if part is self._part() else None
+        return root if part is self._part() else None
 
     def __deepcopy__(self, _memo: Any) -> None:
         return None
@@ -118,8 +119,8 @@ class PlacedPart(nn.Module):
 
     def _graphplan_entry(self) -> tuple[nn.Module, str] | None:
         call = call_of(self)
-        whole = call.whole() if isinstance(call, _Link) else None
-        return None if whole is None else (whole, call.path)
+        root = call.root() if isinstance(call, _CallForwarder) else None
+        return None if root is None else (root, call.path)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Move nothing; raise PlanError except for a move to the CPU, where inputs may come from."""
@@ -132,11 +133,11 @@ class PlacedPart(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = unplaced(self)
         for name, value in vars(plain).items():
-            if isinstance(value, MethodType) and value.__self__ is plain:  # copies know this module, not that
+            if isinstance(value, MethodType) and value.__self__ is plain:  # copies map this module, not that
                 plain.__dict__[name] = MethodType(value.__func__, self)
         reduced: Any = plain.__reduce_ex__(protocol)
-        made_by_class = not isinstance(reduced, str) and reduced[0].__name__ == "__newobj__"
-        return (_new, *reduced[1:]) if made_by_class else reduced
+        made_by_new = not isinstance(reduced, str) and reduced[0].__name__ == "__newobj__"
+        return (_new, *reduced[1:]) if made_by_new else reduced
 
 
 def _deepcopy(self: nn.Module, memo: dict[Any, Any]) -> Any:
@@ -152,24 +153,24 @@ def _deepcopy(self: nn.Module, memo: dict[Any, Any]) -> Any:
 
 
 def _new(cls: type[nn.Module], *args: Any) -> nn.Module:
-    """Return what ``copyreg.__newobj__`` does, which pickle accepts for the pickled object's class only."""
+    """Do as ``copyreg.__newobj__``, which pickle accepts only for the pickled object's class."""
     return cls.__new__(cls, *args)
 
 
-def link(whole: nn.Module) -> None:
-    """Have calls of submodules that hold tensors, and of their methods, go through the placed ``whole``."""
-    parts = dict(whole.named_modules())
+def link(root: nn.Module) -> None:
+    """Have calls of submodules that hold tensors, and of their methods, go through the placed ``root``."""
+    parts = dict(root.named_modules())
     for path in sorted(_with_tensors(parts) - {""}):
         part = parts[path]
-        set_call(part, _Link(whole, path, part))
+        set_call(part, _CallForwarder(root, path, part))
         if not isinstance(part, PlacedPart):
             part.__class__ = _part_class(type(part))
 
 
-def unlink(whole: nn.Module) -> None:
+def unlink(root: nn.Module) -> None:
     """Undo :func:`link`."""
-    for part in whole.modules():
-        if isinstance(call_of(part), _Link):
+    for part in root.modules():
+        if isinstance(call_of(part), _CallForwarder):
             set_call(part, None)
         if isinstance(part, PlacedPart):
             part.__class__ = original_class(part)  # type: ignore[assignment]  # as before link()
@@ -203,7 +204,7 @@ def _part_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def planned_attributes(original: type[nn.Module]) -> dict[str, Any]:
-    """Return the attributes that a placed class has in place of the model's own, beside ``forward``.
+    """Return the attributes that a placed class has in place of the model's own, besides ``forward``.
 
     They are methods that may compute; the ``device`` property, if there is one; and the methods of
     transformers that enable gradient checkpointing, which the plan decides: the last of them adds hooks, with
@@ -269,9 +270,9 @@ def _ignored_by_plan(original: type[nn.Module], name: str) -> Callable[..., None
     return enable
 
 
-def _host(whole: nn.Module) -> torch.device | None:
+def _host(root: nn.Module) -> torch.device | None:
     """Return the device of inputs, as planned; None without a plan."""
-    state: Any = vars(whole).get("_graphplan")
+    state: Any = vars(root).get("_graphplan")
     planned = state is not None and bool(state.programs)
     return (state.device or state.programs[0].host) if planned else None
 
@@ -301,42 +302,42 @@ def _planned_method(original: type[nn.Module], name: str) -> Callable[..., Any]:
         method, placed = getattr(original, name), self._graphplan_entry()  # now, as the class may change
         if placed is None:
             return method(self, *args, **kwargs)
-        whole: Any = placed[0]
-        entry, unplanned = f"{placed[1]}:{name}", whole._graphplan.as_written
+        root: Any = placed[0]
+        entry, own_code = f"{placed[1]}:{name}", root._graphplan.own_code_methods
         key = entry, torch.is_grad_enabled()  # with gradients, loops are traced
         devices = [leaf.device for leaf in leaves_of((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if devices and key not in unplanned:
+        if devices and key not in own_code:
             if method not in signatures:
                 signatures.clear()
                 signatures[method] = signature_of(method.__get__(self))
             try:
-                return whole._graphplan_enter(entry, signatures[method], args, kwargs)
+                return root._graphplan_enter(entry, signatures[method], args, kwargs)
             except RunAsItIs:
-                unplanned.add(key)
+                own_code.add(key)
             except UntracedMethodError as error:
-                if whole._graphplan.strict:
+                if root._graphplan.strict:
                     raise
                 warn(f"{error}{_OWN_CODE}")
-                unplanned.add(key)
-        with _own_tensors_at_hand(self, whole, devices):
+                own_code.add(key)
+        with _own_tensors_on_one_device(self, root, devices):
             return method(self, *args, **kwargs)
 
     return call
 
 
-def _own_tensors_at_hand(
-    part: nn.Module, whole: Any, devices: Sequence[torch.device]
+def _own_tensors_on_one_device(
+    part: nn.Module, root: Any, devices: Sequence[torch.device]
 ) -> AbstractContextManager[None]:
     """Return a context manager for a method's own code: it copies tensors of its module to where it computes.
 
     ``devices`` are those of the tensors among its arguments.
     """
-    state = whole._graphplan
+    state = root._graphplan
     differentiates = torch.is_grad_enabled() and (state.keep_grad or state.step is not None)
     if differentiates or is_on_one_device():  # copies made below autograd pass no gradients
         return nullcontext()
-    host = devices[0] if devices else _host(whole) or torch.device(CPU)
+    host = devices[0] if devices else _host(root) or torch.device(CPU)
     parts = part.modules() if devices else [part]  # a call without tensors may be a whole training loop
-    held = (one for inner in parts for one in (*inner._parameters.values(), *inner._buffers.values()))
-    several = any(one is not None and one.device != host for one in held)
+    held = (t for inner in parts for t in (*inner._parameters.values(), *inner._buffers.values()))
+    several = any(tensor is not None and tensor.device != host for tensor in held)
     return on_one_device(lambda: host) if several else nullcontext()

@@ -20,11 +20,11 @@ from graphplan.errors import PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.module.code_assembly import code_of
 from graphplan.runtime.module.module_state import Code, ModuleState
-from graphplan.runtime.module.placed_parts import runs_as_written
+from graphplan.runtime.module.placed_parts import runs_own_code
 from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.training.training_step import starts_of
 from graphplan.runtime.module.weight_binding import BoundCode
-from graphplan.runtime.profile.call_profile import Profile, Recorder, Recording
+from graphplan.runtime.profile.call_profile import Profile, ProfilingInterpreter, Recording
 
 
 class PlacedView:
@@ -45,8 +45,8 @@ class PlacedView:
         Raises:
             PlanError: nothing has been captured yet.
         """
-        known = self._state.known_plan
-        return self._first().plan if known is None else known
+        plan = self._state.known_plan
+        return self._first_program().plan if plan is None else plan
 
     @property
     def plans(self) -> tuple[PlanData, ...]:
@@ -64,7 +64,7 @@ class PlacedView:
     @property
     def graph_module(self) -> fx.GraphModule:
         """The generated code of the first call structure; PlanError if there is none."""
-        self._first()
+        self._first_program()
         return code_of(self._module, self._state, 0).module
 
     @property
@@ -73,19 +73,19 @@ class PlacedView:
         return str(self.graph_module.code)
 
     def profile(self, *args: Any, **kwargs: Any) -> Profile:
-        """Run one forward pass and return its measured timeline and peaks, beside the estimated ones.
+        """Run one forward pass and return its measured timeline and peaks, with the estimated ones.
 
         Call the module once before, so that work of the first call alone is not measured. Peaks recorded by
         simulated devices and by CUDA are reset. A training step also runs backward, from the sum of the
         outputs that it is trained on, and adds to ``grad``; the optimizer's step is not measured.
         """
-        recorders: list[Recorder] = []  # of the forward pass, and of the backward pass of a step
+        recorders: list[ProfilingInterpreter] = []  # of the forward pass, and of the backward pass of a step
 
         def record(program: Program, code: Code) -> Code:
             recording, backward = Recording(program.plan), code.backward
-            recorders.append(Recorder(code.module, recording))
+            recorders.append(ProfilingInterpreter(code.module, recording))
             if isinstance(backward, BoundCode):
-                backward = Recorder(backward.code, recording)
+                backward = ProfilingInterpreter(backward.code, recording)
                 recorders.append(backward)
             return replace(code, bound=recorders[0], backward=backward)
 
@@ -97,15 +97,17 @@ class PlacedView:
         assert recording.measured is not None
         return Profile(recording.plan, recording.measured)
 
-    def _first(self) -> Program:
+    def _first_program(self) -> Program:
         if self._state.untraced is not None:
-            raise PlanError(f"there is no generated code, {self._state.untraced}")
+            raise PlanError(
+                f"there is no generated code: the model runs module by module ({self._state.untraced.reason})"
+            )
         if not self._state.programs:
             raise PlanError("nothing is planned yet: run the model once, or give partition args= or kwargs=")
         return self._state.programs[0]
 
 
-class ShortNames(nn.Module):
+class ViewAttributes(nn.Module):
     """A placed module that also has the attributes of its view, unless the model has them itself."""
 
     def __getattr__(self, name: str) -> Any:
@@ -113,7 +115,7 @@ class ShortNames(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            hidden = name.startswith("_") or name not in vars(PlacedView) or runs_as_written(self)
+            hidden = name.startswith("_") or name not in vars(PlacedView) or runs_own_code(self)
             if name != "graphplan" and hidden:
                 raise
         view = PlacedView(self)

@@ -82,7 +82,8 @@ class Program:
         changed_names: names of the arguments that a call changes: caches, lists and dicts.
         entry: the entry that it serves, a path and possibly a method; empty for the module itself.
         dense: indices of the placeholders that are made contiguous.
-        backward: of a training step; ``graph`` then returns a pair of the results and the saved tensors.
+        backward: the backward pass of a training step; ``graph`` then returns a pair of the results and the
+            saved tensors.
         accumulates: whether parameters may have gradients when it begins.
     """
 

@@ -59,18 +59,18 @@ def take_inputs(
                 copies.append((tensor, tensors[position]))
     for position in program.dense:
         tensors[position] = tensors[position].contiguous()
-    for one in program.cache_tensors:
-        if tensors[one.position].device != one.home:
-            tensors[one.position] = tensors[one.position].to(one.home)
+    for cached in program.cache_tensors:
+        if tensors[cached.position].device != cached.home:
+            tensors[cached.position] = tensors[cached.position].to(cached.home)
     return tensors, copies
 
 
 def _refuse_overlap(program: Program, tensors: Sequence[Any]) -> None:
     """Raise InputError if an input to which the call writes shares memory with another input."""
-    seen: dict[int, int] = {}
+    first_position: dict[int, int] = {}
     for position, tensor in enumerate(tensors):
         if isinstance(tensor, torch.Tensor) and tensor.numel():
-            first = seen.setdefault(storage_of(tensor), position)
+            first = first_position.setdefault(storage_of(tensor), position)
             if first != position and {first, position} & program.changed:
                 names = program.signature.names
                 earlier, later = names[program.inputs[first]], names[program.inputs[position]]
@@ -88,8 +88,8 @@ def explain_moved_weights(module: nn.Module, plan: PlanData, error: RuntimeError
         if tensor is None or tensor.device != planned:
             where = "gone" if tensor is None else f"on {tensor.device}"
             raise PlanError(
-                f"{name!r} is {where}, the plan has it on {planned}: a placed model cannot be moved, only "
-                "partitioned again"
+                f"{name!r} is {where}, but the plan has it on {planned}: a placed model cannot be moved, "
+                "only partitioned again"
             ) from error
 
 

@@ -31,17 +31,18 @@ Rebuild = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 """(flat results, name -> argument that the call changes) -> the model's result."""
 
 
-def rebuilder(spec: pytree.TreeSpec, given: Mapping[str, LayoutPart] | None = None) -> Rebuild:
-    """Return a function from the flat results to the model's result, as ``tree_unflatten`` makes it.
+def rebuilder(spec: pytree.TreeSpec, caches: Mapping[str, LayoutPart] | None = None) -> Rebuild:
+    """Return a function from the flat results to the model's result, equal to that of ``tree_unflatten``.
 
     Args:
-        spec: of the result; of a :class:`~graphplan.capture.structure.Returned` if arguments are changed.
-        given: name -> layout of each cache that the caller passes in.
+        spec: structure of the result, or of a :class:`~graphplan.capture.structure.Returned` if arguments are
+            changed.
+        caches: name -> layout of each cache that the caller passes in.
     """
-    return _StructureWriter().function(spec, given or {})
+    return _StructureWriter().function(spec, caches or {})
 
 
-def given_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, LayoutPart]:
+def cache_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, LayoutPart]:
     """Return name -> layout of each cache among these arguments of a bound call."""
     named = spec.children()[1]
     specs = dict(zip(named.context, named.children(), strict=True))
@@ -51,37 +52,37 @@ def given_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, Layo
 class _StructureWriter:
     def __init__(self) -> None:
         self.names: dict[str, Any] = {"make": make, "distinct": _require_distinct}
-        self.taken = 0  # number of leaves that the code has read so far
+        self.leaf_count = 0  # number of leaves that the code has read so far
         self.places: dict[Given, tuple[str, str]] = {}  # (variable, expression) of the caller's objects
         self.changed: dict[Given, str] = {}  # code for the caller's objects that the call changes
-        self.kept: dict[Given, str] = {}  # code for those that it leaves as they are
+        self.unchanged: dict[Given, str] = {}  # code for those that it leaves as they are
         self.lines: list[str] = []
 
-    def function(self, spec: pytree.TreeSpec, given: Mapping[str, LayoutPart]) -> Rebuild:
+    def function(self, spec: pytree.TreeSpec, caches: Mapping[str, LayoutPart]) -> Rebuild:
         if spec.type is Returned:
             result, *changed = spec.children()
             returned = self._structure(result)
             for name, change in zip(spec.context, changed, strict=True):
-                if name in given:
-                    self._change(self._changed_object(Given(name)), given[name], layout_of(change))
+                if name in caches:
+                    self._change(self._changed_object(Given(name)), caches[name], layout_of(change))
                 else:
                     for pair in change.children():
                         self._set_contents(*pair.children())
         else:
             returned = self._structure(spec)
-        first = [f"{variable} = {place}" for variable, place in self.places.values()]
-        if len(self.changed) + len(self.kept) > 1:
-            marks = self._name([*self.changed, *self.kept])
-            objects = ", ".join([*self.changed.values(), *self.kept.values()])
-            first.append(f"distinct({marks}, {len(self.changed)}, [{objects}])")
-        body = "".join(f"    {line}\n" for line in [*first, *self.lines, f"return {returned}"])
+        setup = [f"{variable} = {place}" for variable, place in self.places.values()]
+        if len(self.changed) + len(self.unchanged) > 1:
+            marks = self._name([*self.changed, *self.unchanged])
+            objects = ", ".join([*self.changed.values(), *self.unchanged.values()])
+            setup.append(f"distinct({marks}, {len(self.changed)}, [{objects}])")
+        body = "".join(f"    {line}\n" for line in [*setup, *self.lines, f"return {returned}"])
         exec(f"def rebuild(r, g):\n{body}", self.names)  # only indices, our names, reprs of attribute names
         rebuild: Rebuild = self.names["rebuild"]
         return rebuild
 
     def _leaf(self) -> str:
-        self.taken += 1
-        return f"r[{self.taken - 1}]"
+        self.leaf_count += 1
+        return f"r[{self.leaf_count - 1}]"
 
     def _name(self, value: Any) -> str:
         name = f"n{len(self.names)}"
@@ -96,7 +97,7 @@ class _StructureWriter:
         if is_cache_class(spec.type):
             return self._cache_part(layout_of(spec))
         node = node_of(spec.type)
-        assert node is not None, f"{spec.type} was known when this structure was made"
+        assert node is not None, f"{spec.type} was registered when this structure was made"
         parts = [self._structure(child) for child in spec.children()]
         if spec.type is tuple:
             return _tuple(parts)
@@ -123,7 +124,7 @@ class _StructureWriter:
     def _set_contents(self, mark: pytree.TreeSpec, contents: pytree.TreeSpec) -> None:
         """Write the lines that replace the contents of a list or dict of the caller's."""
         if contents.type is Given:
-            self.kept[mark.context] = self._place(mark.context)
+            self.unchanged[mark.context] = self._place(mark.context)
             return
         place, after = self._changed_object(mark.context), self._structure(contents)
         if contents.type is list:
@@ -141,7 +142,7 @@ class _StructureWriter:
             return self._leaf()
         if part.kind in ("constant", "device"):
             return self._name(part.value)
-        device = _device(part, self.taken)
+        device = _device(part, self.leaf_count)
         parts = [self._cache_part(p) for p in part.parts]
         if part.kind == "mapping":
             items = self._dict(part.keys, parts)
@@ -157,15 +158,18 @@ class _StructureWriter:
         return f"{self._name(part.cls)}({'*' if hasattr(part.cls, '_fields') else ''}{joined})"
 
     def _change(self, place: str, before: LayoutPart, after: LayoutPart) -> None:
-        """Write the lines that turn the object at ``place`` into what it is after the call."""
+        """Write the lines that change the object at ``place`` to its state after the call."""
         if not after.has_leaves and before == after:
             return
         if _changes_in_place(before, after) and after.kind == "object":
             state = f"o{len(self.lines)}"
             self.lines.append(f"{state} = {place}.__dict__")
-            own, device = dict(zip(before.keys, before.parts, strict=True)), _device(after, self.taken)
+            old_parts, device = (
+                dict(zip(before.keys, before.parts, strict=True)),
+                _device(after, self.leaf_count),
+            )
             for key, part in zip(after.keys, after.parts, strict=True):
-                self._change_attribute(f"{state}[{key!r}]", own.get(key), part)
+                self._change_attribute(f"{state}[{key!r}]", old_parts.get(key), part)
             if device != "None":
                 names = [k for k, part in zip(after.keys, after.parts, strict=True) if part.kind == "device"]
                 self.lines += [f"{state}[{name!r}] = {device}" for name in names]
@@ -208,12 +212,12 @@ def _tuple(parts: Sequence[str]) -> str:
 
 def _require_distinct(marks: Sequence[Given], changed: int, objects: Sequence[Any]) -> None:
     """Raise InputError if one of the first ``changed`` objects, which the call changes, is passed twice."""
-    first: dict[int, int] = {}
+    first_index: dict[int, int] = {}
     for index, value in enumerate(objects):
-        if first.setdefault(id(value), index) < min(changed, index):
+        if first_index.setdefault(id(value), index) < min(changed, index):
             raise InputError(
-                f"{marks[first[id(value)]]} and {marks[index]} are one object, and the model writes to it: "
-                "pass a copy"
+                f"{marks[first_index[id(value)]]} and {marks[index]} are one object, and the model writes to "
+                "it: pass a copy"
             )
 
 

@@ -1,4 +1,4 @@
-"""Attributes and methods of placed models that libraries use beside their forward pass.
+"""Attributes and methods of placed models that libraries use besides their forward pass.
 
 ``generate()`` reads the arguments of ``forward`` from its signature, and makes tensors on ``model.device``; a
 pipeline or a trainer moves the model there. A placed model's ``device`` is the planned device of its inputs.
@@ -47,7 +47,7 @@ def _device_map(self: nn.Module) -> dict[str, str]:
 
 
 def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Leave the weights where they are, and note the device from which calls come from now on.
+    """Leave the weights where they are, and record the device of later calls.
 
     Raises:
         PlanError: the arguments ask for another dtype.

@@ -99,14 +99,16 @@ class Profile:
             rows.append([str(key), *times, *sizes])
         header = ["key", "compute", "measured", "peak", "measured"]
         call = self.plan.graph.call
-        whole = f"one {call}: {time_text(self.plan.makespan)} estimated, {time_text(self.seconds)} measured"
-        return "\n".join([whole, "", *table_lines(header, rows)])
+        headline = (
+            f"one {call}: {time_text(self.plan.makespan)} estimated, {time_text(self.seconds)} measured"
+        )
+        return "\n".join([headline, "", *table_lines(header, rows)])
 
     def __str__(self) -> str:
         return self.summary()
 
     def save_html(self, path: str | Path, *, title: str = "") -> None:
-        """Write the page of the plan, with measured values beside the estimates."""
+        """Write the page of the plan, with measured values next to the estimates."""
         write_whole(path, to_html(self.plan, title, self.measured, self.plan.remarks()))
 
     def save_trace(self, path: str | Path) -> None:
@@ -131,7 +133,7 @@ class _Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class _MeasuredSpan:
     kind: Kind
     name: str
     device: DeviceKey
@@ -160,7 +162,7 @@ class Recording:
 
     def __init__(self, plan: PlanData) -> None:
         self.plan = plan
-        self.spans: list[_Measured] = []
+        self.spans: list[_MeasuredSpan] = []
         self.measured: Measured | None = None
         self._bases: dict[torch.device, torch.cuda.Event] = {}
         self._marking: dict[DeviceKey, float] = {}
@@ -223,7 +225,7 @@ class Recording:
         return peaks
 
 
-class Recorder(fx.Interpreter):
+class ProfilingInterpreter(fx.Interpreter):
     """Run generated code in place of the compiled function, and record the times of its nodes.
 
     Args:
@@ -297,15 +299,15 @@ class Recorder(fx.Interpreter):
         name: str,
         key: DeviceKey,
         node: fx.Node,
-        places: tuple[torch.device | None, torch.device | None],
+        devices: tuple[torch.device | None, torch.device | None],
         weights: tuple[str, ...] = (),
         stream: torch.cuda.Stream | None = None,
     ) -> Any:
-        """Run a node between a mark on the first and a mark on the second of ``places``."""
-        start = self.recording.mark(places[0], stream)
+        """Run a node between a mark on the first and a mark on the second of ``devices``."""
+        start = self.recording.mark(devices[0], stream)
         result = super().run_node(node)
-        end = self.recording.mark(places[1], stream)
-        self.recording.spans.append(_Measured(kind, name, key, start, end, weights))
+        end = self.recording.mark(devices[1], stream)
+        self.recording.spans.append(_MeasuredSpan(kind, name, key, start=start, end=end, weights=weights))
         return result
 
     def _load(self, node: fx.Node, step: Load) -> Any:

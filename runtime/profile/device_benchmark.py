@@ -195,5 +195,5 @@ def _drain(specs: Sequence[DeviceSpec]) -> None:
             torch.accelerator.synchronize(spec.torch_device)
 
 
-def _part(spec: DeviceSpec, most: int) -> int:
-    return max(1, min(most, spec.room // _SHARE // 2))
+def _part(spec: DeviceSpec, max_bytes: int) -> int:
+    return max(1, min(max_bytes, spec.room // _SHARE // 2))

@@ -93,12 +93,12 @@ def _case(name: str, function: Callable[..., torch.Tensor], *tensors: torch.Tens
     if name == "scaled_dot_product_attention":  # the counter does not support the CPU's kernel
         flops = 4 * tensors[0].numel() * tensors[1].shape[-2]
     read = sum(tensor.nbytes for tensor in tensors)
-    turns = cycle([tensors, *_copies(tensors, (MOST_BYTES - 2 * result.nbytes) // max(read, 1) - 1)])
-    return Case(name, lambda: function(*next(turns)), flops, read + result.nbytes)
+    inputs = cycle([tensors, *_copies(tensors, (MOST_BYTES - 2 * result.nbytes) // max(read, 1) - 1)])
+    return Case(name, lambda: function(*next(inputs)), flops, read + result.nbytes)
 
 
 def _copies(tensors: Sequence[torch.Tensor], count: int) -> list[tuple[torch.Tensor, ...]]:
-    """Return copies of the tensors, so that no run finds its inputs in the innermost cache, as in a model."""
+    """Return copies of the tensors, so that no run finds its inputs in the L1 cache, as in a model."""
     return [tuple(tensor.clone() for tensor in tensors) for _ in range(count)]
 
 

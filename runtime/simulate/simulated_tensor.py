@@ -69,7 +69,7 @@ class SimulatedTensor(torch.Tensor):
         if elem.is_conj() or elem.is_neg():  # the wrapper would not have these lazy bits
             elem = elem.resolve_conj().resolve_neg()
         with torch.inference_mode(False):  # no inference tensor: views of it are like those of other tensors
-            made: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
+            wrapper: SimulatedTensor = torch.Tensor._make_wrapper_subclass(
                 cls,
                 elem.size(),
                 strides=elem.stride(),
@@ -82,10 +82,10 @@ class SimulatedTensor(torch.Tensor):
         allocation = _allocations.get(key)
         if allocation is None:
             allocation = _allocations[key] = _Allocation(device.index, elem.untyped_storage())
-        made.elem, made.allocation = elem, allocation
-        return made
+        wrapper.elem, wrapper.allocation = elem, allocation
+        return wrapper
 
-    def apart(self) -> SimulatedTensor:
+    def with_separate_storage(self) -> SimulatedTensor:
         """Return a tensor over the same bytes with its own storage, in the same allocation."""
         elem = from_dlpack(self.elem) if self.numel() else torch.empty_like(self.elem)
         key = (storage_of(elem), self.device.index)
@@ -117,15 +117,15 @@ class SimulatedTensor(torch.Tensor):
         if id(self) in memo:
             return memo[id(self)]
         if isinstance(self, nn.Parameter):  # without its gradient, as a plain parameter's copy
-            made: Any = nn.Parameter(self.data.clone(), self.requires_grad)
-            memo[id(self)] = made
-            return made
+            copied: Any = nn.Parameter(self.data.clone(), self.requires_grad)
+            memo[id(self)] = copied
+            return copied
         memo[id(self.allocation)] = None  # the copy gets its own, below
-        made = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # of torch
-        made.allocation = SimulatedTensor(made.elem, made.device).allocation
-        return made
+        copied = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # of torch
+        copied.allocation = SimulatedTensor(copied.elem, copied.device).allocation
+        return copied
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch names it anew
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as in torch
         return f"SimulatedTensor({self.elem!r}, device='{self.device}')"
 
     def __format__(self, spec: str) -> str:
@@ -180,8 +180,8 @@ def _key(device: torch.device) -> DeviceKey:
     return device.index if device.type == SIMULATED else device.type
 
 
-def _resolve(wanted: Any) -> torch.device:
-    device: torch.device = torch.device(wanted)
+def _resolve(requested: Any) -> torch.device:
+    device: torch.device = torch.device(requested)
     if device.type == SIMULATED and device.index is None:
         device = torch.device(SIMULATED, min(_machine().capacities))
     if device.type == SIMULATED:
@@ -199,11 +199,11 @@ def run_simulated(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         return _convert(args[0], kwargs)
     func = WITHOUT_CPU_KERNEL.get(func, func)
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    wanted = kwargs.get("device")
+    requested = kwargs.get("device")
     common = _common_device(func, tensors)
-    device = _resolve(wanted) if is_simulated(wanted) else (common if wanted is None else None)
+    device = _resolve(requested) if is_simulated(requested) else (common if requested is None else None)
     inner = pytree.tree_map(_inner, dict(kwargs))
-    if is_simulated(wanted):
+    if is_simulated(requested):
         inner["device"] = torch.device("cpu")
         inner.pop("pin_memory", None)
     if device is not None and func in _PRODUCTS:
@@ -272,8 +272,8 @@ def _copy_into(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _convert(source: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor:
-    wanted = kwargs.get("device")
-    device = source.device if wanted is None else _resolve(wanted)
+    requested = kwargs.get("device")
+    device = source.device if requested is None else _resolve(requested)
     if device.type == "meta":  # nothing is copied
         return aten._to_copy.default(_inner(source), **kwargs)  # type: ignore[no-any-return]
     _log(source.device, device, source)

@@ -35,7 +35,7 @@ Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WeightLayout:
     """Where each weight is placed.
 
     Attributes:
@@ -54,7 +54,7 @@ class Layout:
 def place_model(
     model: nn.Module,
     weights: ModelWeights,
-    layout: Layout,
+    layout: WeightLayout,
     placed_class: Callable[[type[nn.Module]], type[nn.Module]] = lambda cls: cls,
     source: Checkpoint | None = None,
     *,
@@ -103,7 +103,7 @@ def place_model(
 
 
 def move_changed_devices_to_host(
-    model: nn.Module, layout: Layout, install: Callable[[nn.Module, Mapping[int, Any]], nn.Module]
+    model: nn.Module, layout: WeightLayout, install: Callable[[nn.Module, Mapping[int, Any]], nn.Module]
 ) -> None:
     """Move the weights of each accelerator that gains or loses weights to host memory, to free its memory.
 
@@ -145,7 +145,7 @@ class _WeightPlacer:
     """
 
     weights: ModelWeights
-    layout: Layout
+    layout: WeightLayout
     source: Checkpoint
     progress: Progress
     owned: bool

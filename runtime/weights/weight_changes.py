@@ -19,21 +19,21 @@ def require_planned(
     """Raise PlanError unless a weight has the planned device, dtype and shape."""
     if (weight.device, weight.dtype, weight.shape) != (device, dtype, shape):
         raise PlanError(
-            f"{name!r} is {weight.dtype} of shape {list(weight.shape)} on {weight.device}, the plan has it "
-            f"as {dtype} of shape {list(shape)} on {device}: a placed model cannot be moved or converted, "
+            f"{name!r} is {weight.dtype} of shape {list(weight.shape)} on {weight.device}, but the plan has "
+            f"it as {dtype} of shape {list(shape)} on {device}: a placed model cannot be moved or converted, "
             "only partitioned again"
         )
 
 
 def require_in_place(
-    module: nn.Module, convert: Callable[[nn.Module], Any], welcome: torch.device | None
+    module: nn.Module, convert: Callable[[nn.Module], Any], allowed_device: torch.device | None
 ) -> None:
     """Raise PlanError if a conversion would move, share or convert a weight of a placed module.
 
     Args:
         module: the placed module.
         convert: the conversion; it is applied to a probe module.
-        welcome: a move to this device is accepted and does nothing: inputs come from there.
+        allowed_device: a move to this device is accepted and does nothing: inputs come from there.
     """
     device_dtypes = dict.fromkeys((t.device, t.dtype) for t in (*module.parameters(), *module.buffers()))
     for device, dtype in device_dtypes:
@@ -41,17 +41,17 @@ def require_in_place(
         probe.register_buffer("weight", torch.empty(0, device=device, dtype=dtype))
         convert(probe)
         converted: Any = probe.weight
-        moved = converted.device not in (device, welcome)
+        moved = converted.device not in (device, allowed_device)
         if moved or converted.dtype != dtype:
             raise PlanError(
-                f"a placed model keeps its weights where and as the plan has them: {dtype} on {device} would "
-                f"be {converted.dtype} on {converted.device}. Leave the move out, or convert and partition "
-                "again what graphplan.unplace(model) gives back: the plain model on the CPU"
+                f"a placed model cannot be moved or converted ({dtype} on {device} would become "
+                f"{converted.dtype} on {converted.device}): leave the move out, or convert and partition "
+                "again the plain model on the CPU that graphplan.unplace(model) returns"
             )
         if device.type == CPU and converted.is_shared():
             raise PlanError(
                 "share_memory() would move the weights of a placed model: share those of the plain one, "
-                "which graphplan.unplace(model) gives back, and place that in each process"
+                "which graphplan.unplace(model) returns, and place that in each process"
             )
 
 
@@ -65,8 +65,8 @@ def _checked_conversion(name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
         # only the property that placed models define, not any attribute of this name
-        welcome = self.device if "device" in vars(type(self)) else None
-        require_in_place(self, lambda probe: method(probe, *args, **kwargs), welcome)
+        allowed_device = self.device if "device" in vars(type(self)) else None
+        require_in_place(self, lambda probe: method(probe, *args, **kwargs), allowed_device)
         return self
 
     return convert

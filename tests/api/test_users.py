@@ -675,7 +675,9 @@ def test_moved_weights_raise() -> None:
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}):
         placed = graphplan.partition(Two(), {0: 22_000, 1: 22_000}, (X,))
         placed.a.to("sim:1")
-        with pytest.raises(graphplan.PlanError, match=r"'a.weight' is on sim:1, the plan has it on sim:0"):
+        with pytest.raises(
+            graphplan.PlanError, match=r"'a.weight' is on sim:1, but the plan has it on sim:0"
+        ):
             placed(X)
 
 

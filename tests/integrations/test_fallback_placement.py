@@ -220,7 +220,7 @@ def test_options_unsupported_by_hooks_raise() -> None:
             ):
                 graphplan.partition(Undecided(), machine.max_memory, (X,), **options)
         placed = placed_on(Undecided(), machine.max_memory)
-        with pytest.raises(graphplan.PlanError, match="no generated code, the model runs module by module"):
+        with pytest.raises(graphplan.PlanError, match="no generated code: the model runs module by module"):
             _ = placed.code
         assert placed.graph_modules == ()
 

@@ -39,7 +39,7 @@ from graphplan.runtime.checkpoint.converted_checkpoint import Conversion, Conver
 from graphplan.runtime.checkpoint.deferred_reads import DeferredReads
 from graphplan.runtime.checkpoint.parallel_reads import read_into
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor, read_header
-from graphplan.runtime.weights.storage import Layout, place_model
+from graphplan.runtime.weights.storage import WeightLayout, place_model
 
 FAMILIES = (
     "Llama", "GPT2", "Gemma2", "Gemma3", "Mixtral", "Qwen2Moe", "Mamba", "Bert", "RoFormer", "T5", "Bart",
@@ -59,7 +59,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def on_the_cpu(folder: Path | str, **options: Any) -> nn.Module:
     model, source = open_pretrained(folder, **options)
-    layout = Layout(dict.fromkeys(source.weights.tensors, torch.device("cpu")))
+    layout = WeightLayout(dict.fromkeys(source.weights.tensors, torch.device("cpu")))
     return place_model(model, source.weights, layout, source=source)[0]
 
 

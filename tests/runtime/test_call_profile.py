@@ -14,7 +14,7 @@ from test_formats import check_collection, check_node_data, check_trace
 
 import graphplan
 from graphplan import Plan
-from graphplan.runtime.profile.call_profile import Profile, _Mark, _Measured
+from graphplan.runtime.profile.call_profile import Profile, _Mark, _MeasuredSpan
 
 
 @pytest.fixture(scope="module")
@@ -125,5 +125,5 @@ def test_operation_seconds_exclude_the_markers(profile: Profile) -> None:
 def test_markers_are_not_subtracted_on_lagging_devices(told: float, left: float) -> None:
     # it began at 1 s; the host had enqueued all of the operation by then, or had not
     start, end = _Mark(lambda: 1.0, 0.5), _Mark(lambda: 3.0, told)
-    assert _Measured("run", "op", 0, start, end).without(0.5) == left
-    assert _Measured("run", "op", 0, start, end).without(9.0) == (0.0 if told > 1 else 2.0)
+    assert _MeasuredSpan("run", "op", 0, start, end).without(0.5) == left
+    assert _MeasuredSpan("run", "op", 0, start, end).without(9.0) == (0.0 if told > 1 else 2.0)

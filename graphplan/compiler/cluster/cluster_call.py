@@ -14,7 +14,7 @@ from graphplan.capture.sizes.dynamic_sizes import sizes_of_call
 from graphplan.errors import CaptureError
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe
 from graphplan.runtime.distributed.stage_runner import Wire
-from graphplan.runtime.module.result_structure import given_layouts, rebuilder
+from graphplan.runtime.module.result_structure import cache_layouts, rebuilder
 
 
 class Wires:
@@ -78,4 +78,4 @@ def rebuild_result(
         else:
             flat.append(wires.absent(item.name))
     given = {name: call.kwargs[name] for name in capture.changed_names}
-    return rebuilder(capture.out_spec, given_layouts(capture.signature.spec, given))(flat, given)
+    return rebuilder(capture.out_spec, cache_layouts(capture.signature.spec, given))(flat, given)

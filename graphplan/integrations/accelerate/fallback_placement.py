@@ -52,7 +52,7 @@ from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
 from graphplan.runtime.memory.shared_memory import join_memory
 from graphplan.runtime.module.module_state import ModuleState, Start
 from graphplan.runtime.module.placed_module import attach, note_untraced, placed_class
-from graphplan.runtime.weights.storage import Layout, place_model, replace_parameter_data
+from graphplan.runtime.weights.storage import WeightLayout, place_model, replace_parameter_data
 from graphplan.warnings import warn
 
 _BUDGET_SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold more memory than is foreseen
@@ -164,7 +164,7 @@ class _ByModules:
 
     def place(self, model: nn.Module, source: Checkpoint | None) -> nn.Module:
         """Return a placed copy, with weights from ``source`` if it is given."""
-        layout = Layout(self.devices)
+        layout = WeightLayout(self.devices)
         placed, _ = place_model(model, ModelWeights(model), layout, placed_class, source)
         join_memory(model, placed)
         signature = signature_of(model.forward)

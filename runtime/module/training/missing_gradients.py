@@ -1,9 +1,9 @@
-"""Warn a caller who seems to want gradients of a module that was placed without them.
+"""Warn a caller who seems to expect gradients of a module that was placed without them.
 
 Its results require none, as under ``torch.no_grad()``, and torch's error at ``backward()`` does not say why.
 The signs of a backward pass are: an input requires gradients, ``train()`` was called on the placed module, or
-a forward pass in training mode returns a loss. Training mode alone is no sign: new modules are in it, and are
-often run for their results alone.
+a forward pass in training mode returns a loss. Training mode alone is not a sign: new modules are in it, and
+are often run only for their results.
 """
 
 from __future__ import annotations

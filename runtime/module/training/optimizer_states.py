@@ -28,7 +28,7 @@ class _StateMover:
         self.registered = False
         self.lock = Lock()  # one thread may train while another places
 
-    def follow(self, module: nn.Module) -> None:
+    def register(self, module: nn.Module) -> None:
         """Have each optimizer move its state for the parameters of this module at its next step."""
         with self.lock:
             if not self.registered:
@@ -61,5 +61,5 @@ def _move(state: dict[str, Any], device: torch.device, counter: torch.device) ->
 
 
 _STATE_MOVER = _StateMover()
-states_follow = _STATE_MOVER.follow
+move_optimizer_states = _STATE_MOVER.register
 """Have the optimizers of a module's parameters move their states to these, once, at their next step."""

@@ -64,7 +64,7 @@ _HAS_GRADIENT = (
     "before the next forward pass, or place the model without accumulate_gradients=False"
 )
 _NOT_PLANNED = (
-    "a gradient has reached the result {!r}, and the step that is planned starts from {} alone: give "
+    "a gradient has reached the result {!r}, but the planned step starts only from {}: give "
     "partition train_outputs= with all results from which the loss is computed, or detach this one"
 )
 
@@ -100,7 +100,7 @@ class _ReadTensors:
 
 @dataclass(slots=True)
 class _StepCall:
-    """One forward pass, with what its backward pass needs."""
+    """One forward pass, and the data for its backward pass."""
 
     module: nn.Module
     state: ModuleState
@@ -159,7 +159,7 @@ class _StepCall:
         ]
 
 
-class _Step(torch.autograd.Function):
+class _StepFunction(torch.autograd.Function):
     """The autograd function of a call."""
 
     @staticmethod
@@ -171,14 +171,16 @@ class _Step(torch.autograd.Function):
         tensors, positions = list[torch.Tensor](), list[int]()
         for position, result in enumerate(results):
             if isinstance(result, torch.Tensor):  # of a tensor returned twice, torch sees the last place only
-                again = any(result is tensor for tensor in tensors)
-                tensors.append(result.detach() if again else result)
+                is_repeated = any(result is tensor for tensor in tensors)
+                tensors.append(result.detach() if is_repeated else result)
                 positions.append(position)
         active = {*backward.differentiated, *backward.others}
         passive = [tensor for tensor, p in zip(tensors, positions, strict=True) if p not in active]
         ctx.mark_non_differentiable(*passive)
         ctx.starts = [index for index, p in enumerate(positions) if p in backward.differentiated]
-        ctx.others = {index: backward.others[p] for index, p in enumerate(positions) if p in backward.others}
+        ctx.unplanned = {
+            index: backward.others[p] for index, p in enumerate(positions) if p in backward.others
+        }
         return tuple(tensors)
 
     @staticmethod
@@ -186,7 +188,7 @@ class _Step(torch.autograd.Function):
         """Return the gradients of inputs; add those of parameters to their ``grad``."""
         if torch.is_grad_enabled():  # only with create_graph=True
             raise RuntimeError(_SECOND)
-        for index, name in ctx.others.items():
+        for index, name in ctx.unplanned.items():
             if tangents[index] is not None:
                 raise RuntimeError(_NOT_PLANNED.format(name, ctx.call.program.modes.step.outputs or "'loss'"))
         starts = [tangents[index] for index in ctx.starts]
@@ -221,14 +223,23 @@ def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code
         raise PlanError(_TRANSFORMED)
     if in_replica():
         raise PlanError(_REPLICATED)
-    tensors, back = take_inputs(program, served)
+    tensors, copies = take_inputs(program, served)
     inputs = [served.leaves[index] for index in program.backward.inputs]
     homes = [leaf.device for leaf in inputs]
-    call = _StepCall(module, state, program, program.backward, code, tensors, back, homes)
+    call = _StepCall(
+        module,
+        state,
+        program,
+        planned=program.backward,
+        code=code,
+        tensors=tensors,
+        written_back=copies,
+        homes=homes,
+    )
     del tensors
     with torch.enable_grad():
         anchor = torch.empty(0, requires_grad=True)
-        outputs = iter(_Step.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]  # of torch
+        outputs = iter(_StepFunction.apply(call, anchor, *inputs))  # type: ignore[no-untyped-call]  # of torch
     results = [next(outputs) if isinstance(r, torch.Tensor) else r for r in call.results]
     call.results = ()
     return code.rebuild(results, served.changed_arguments)

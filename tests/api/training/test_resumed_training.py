@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import graphplan
-from graphplan.runtime.module.training.optimizer_states import states_follow
+from graphplan.runtime.module.training.optimizer_states import move_optimizer_states
 
 ROOMY = 1 << 32
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -180,7 +180,7 @@ class Joined(nn.Linear):
     """Another thread places a model while an optimizer asks for the parameters of this one."""
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        thread = Thread(target=states_follow, args=(nn.Identity(),))
+        thread = Thread(target=move_optimizer_states, args=(nn.Identity(),))
         thread.start()
         thread.join()
         return super().parameters(recurse)
@@ -189,5 +189,5 @@ class Joined(nn.Linear):
 def test_models_can_be_placed_while_others_train() -> None:
     model = Joined(4, 4)
     optimizer = torch.optim.SGD([model.weight])
-    states_follow(model)
+    move_optimizer_states(model)
     optimizer.step()  # "Set changed size during iteration"

@@ -334,9 +334,9 @@ def test_many_sizes_are_routed_at_the_first_attempt(monkeypatch: Any) -> None:
         for x in inputs:
             placed(x)
         tried: list[int] = []
-        routed = dispatch._Search.routed
+        routed = dispatch._ProgramSearch.routed
         monkeypatch.setattr(
-            dispatch._Search, "routed", lambda own, known: tried.append(0) or routed(own, known)
+            dispatch._ProgramSearch, "routed", lambda own, known: tried.append(0) or routed(own, known)
         )
         for x in inputs:
             assert largest_difference(placed(x), model(x)) < 1e-6
