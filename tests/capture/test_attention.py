@@ -1,4 +1,4 @@
-"""Attention of training steps, as one operation each way."""
+"""Attention of training steps, as one operation in each direction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphplan.ir.graph import Graph
 
 
 class Attention(nn.Module):
-    """Attention with what its caller says of it; queries are scaled by a parameter."""
+    """Attention with options of its caller; queries are scaled by a parameter."""
 
     def __init__(self, sizes: Sequence[int] = (), **options: Any) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def graph_of(model: nn.Module, given: Sequence[torch.Tensor]) -> Graph:
     return graphplan.plan(model, {0: "8GiB"}, tuple(given), train=True).graph
 
 
-def test_nothing_is_saved_that_grows_with_the_square_of_the_length() -> None:
+def test_saved_attention_tensors_are_linear_in_length() -> None:
     made = {length: graph_of(Attention(), heads(*[(1, 2, length, 16)] * 3)) for length in (128, 1024)}
     largest = {length: max(v.nbytes for v in graph.values.values()) for length, graph in made.items()}
     assert largest[1024] == 8 * largest[128]
@@ -107,7 +107,7 @@ def test_dropout_and_trained_masks_are_written_out(model: nn.Module) -> None:
     assert not any("attention" in kind for kind in kinds)
 
 
-def test_the_work_of_the_backward_pass_counts_its_forward_pass() -> None:
+def test_backward_attention_flops_include_recomputed_forward() -> None:
     operations = graph_of(Attention(), heads(*SAME)).operations.values()
     flops = {op.type: op.flops for op in operations if "attention" in op.type}
     product = 2 * 2 * 4 * 6 * 6 * 8

@@ -1,4 +1,4 @@
-"""What autocast does is in the graph: the casts that torch makes, and no block."""
+"""Graphs contain the casts of autocast, and no autocast blocks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_casts_are_those_of_torch() -> None:
 
 
 def test_composite_operations_are_cast_whole() -> None:
-    """einsum casts within, to what it makes of arguments of two types."""
+    """einsum casts inside, to the result dtype of its arguments."""
 
     class Contracts(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,8 +82,8 @@ def test_composite_operations_are_cast_whole() -> None:
     assert largest_difference(found, expected) == 0
 
 
-def test_losses_are_cast_to_the_type_that_autocast_casts_them_to() -> None:
-    """nll_loss is composite and computed in float32: cast to the lower type, no graph made its result."""
+def test_losses_have_autocast_dtype() -> None:
+    """Regression: nll_loss, composite and computed in float32, was cast to the lower dtype."""
 
     class Loss(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_losses_are_cast_to_the_type_that_autocast_casts_them_to() -> None:
 
 
 def test_operations_whose_kernels_need_symbolic_sizes_are_cast() -> None:
-    """baddbmm, as in Bloom: its fake kernel runs as in an export."""
+    """For example baddbmm of Bloom: its fake kernel runs as in an export."""
 
     class Adds(nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ def test_blocks_compute_as_in_eager_mode(ambient: torch.dtype | None) -> None:
     assert largest_difference(found, expected) == 0
 
 
-def test_a_call_under_autocast_has_a_graph_of_its_own() -> None:
+def test_call_under_autocast_has_its_own_graph() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
     with torch.no_grad(), graphplan.simulate({0: 4096, "cpu": "1MiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (X,))
@@ -164,7 +164,7 @@ def test_a_call_under_autocast_has_a_graph_of_its_own() -> None:
         assert "bfloat16" in types
 
 
-def test_hooks_do_not_run_without_the_autocast_that_is_on() -> None:
+def test_autocast_without_graph_on_simulated_devices_raises() -> None:
     model, x = nn.GRU(8, 8), torch.randn(3, 2, 8)  # its hidden state is not cast
     with torch.no_grad(), graphplan.simulate({0: "1MiB"}) as machine:
         with (
@@ -242,7 +242,7 @@ class Alternates(nn.Module):
         return x
 
 
-def test_a_copy_of_a_block_is_under_the_autocast_of_its_own_call() -> None:
+def test_copied_block_uses_autocast_of_its_call() -> None:
     model = Alternates()
     with torch.no_grad(), graphplan.simulate({0: "1MiB"}) as machine:
         assert largest_difference(graphplan.partition(model, machine.max_memory, (X,))(X), model(X)) == 0

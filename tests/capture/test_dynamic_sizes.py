@@ -1,4 +1,4 @@
-"""Sizes that the data decides: what a plan counts for them."""
+"""The bytes that a plan counts for data-dependent sizes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("skewed", [True, False])
-def test_what_is_split_is_no_larger_than_the_whole(skewed: bool) -> None:
+def test_peak_bounds_tensors_split_by_data(skewed: bool) -> None:
     model = Experts(skewed).eval()
     x = torch.randn(64, 16)
     with graphplan.simulate(LARGE) as machine, warnings.catch_warnings():
@@ -62,7 +62,7 @@ class Kept(nn.Module):
         return self.linear(x[keep]).sin()
 
 
-def test_what_a_mask_among_the_inputs_keeps_is_no_larger_than_the_mask() -> None:
+def test_elements_kept_by_input_mask_are_bounded() -> None:
     model, few = Kept().eval(), torch.arange(64) < 4
     with graphplan.simulate(LARGE) as machine, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -112,7 +112,7 @@ if not hasattr(torch.ops.torchvision, "nms"):  # it need not be installed
     ],
     ids=["where", "nonzero", "argwhere", "unique", "unique_consecutive", "nms"],
 )
-def test_what_a_model_chooses_is_no_more_than_there_is(choose: Any) -> None:
+def test_selected_elements_are_bounded_by_the_mask(choose: Any) -> None:
     model, x = Chosen(choose).eval(), torch.randn(64, 16)
     with graphplan.simulate(LARGE) as machine, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -137,7 +137,7 @@ class Drawn(nn.Module):
         return self.linear(x.mean(0).expand(count, 16) * 2)
 
 
-def test_what_inputs_decide_is_as_large_as_in_the_example() -> None:
+def test_sizes_from_input_values_are_planned_as_in_example() -> None:
     model = Drawn().eval()
     x, rows = torch.randn(4, 16), torch.tensor([9, 7])
     with graphplan.simulate(LARGE) as machine:
@@ -166,7 +166,7 @@ class Padded(nn.Module):
         return self.linear(torch.nn.functional.pad(x, (0, 0, count, count)))
 
 
-def test_what_buffers_decide_is_known() -> None:
+def test_sizes_from_buffers_are_planned() -> None:
     model = Padded().eval()
     x = torch.randn(4, 16)
     with graphplan.simulate(LARGE) as machine, warnings.catch_warnings():
@@ -193,7 +193,7 @@ class Counted(nn.Module):
 
 
 @pytest.mark.parametrize("count", [lambda groups: int(groups.max()), lambda groups: int(groups.max().item())])
-def test_the_int_of_what_a_tensor_holds_is_in_the_graph(count: Any) -> None:
+def test_int_of_tensor_value_is_traced(count: Any) -> None:
     model = Counted(count).eval()
     with graphplan.simulate(LARGE) as machine, torch.no_grad():
         with pytest.warns(
@@ -210,7 +210,7 @@ def test_the_int_of_what_a_tensor_holds_is_in_the_graph(count: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [lambda x: int(x.sum()), lambda x: int(x.long().sum()) > 3])
-def test_an_int_on_which_a_branch_depends_ends_a_trace_as_it_did(count: Any) -> None:
+def test_int_in_branch_raises_data_dependent_error(count: Any) -> None:
     class Branches(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x + 1 if count(x) else x
@@ -220,14 +220,14 @@ def test_an_int_on_which_a_branch_depends_ends_a_trace_as_it_did(count: Any) -> 
     assert "int" not in globals()
 
 
-def test_the_text_of_a_simulated_tensor_of_one_value_is_the_value() -> None:
+def test_one_element_simulated_tensor_formats_as_its_value() -> None:
     with graphplan.simulate({0: "1MiB"}):
         assert f"expert_{torch.tensor(3, device='sim:0')}" == "expert_3"
         assert f"{torch.tensor(0.5, device='sim:0'):.2f}" == "0.50"
 
 
 class NormedChoice(nn.Module):
-    """Chooses rows by what a norm has made that has running statistics, and no weights."""
+    """Selects rows by the result of a norm with running statistics and no weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class NormedChoice(nn.Module):
         return self.linear(y[y[:, 0] > 0])
 
 
-def test_sizes_of_the_example_leave_running_statistics_as_they_are() -> None:
+def test_example_sizes_leave_running_statistics_unchanged() -> None:
     model = NormedChoice()
     placed: Any = graphplan.partition(model, {"cpu": "1MiB"}, (torch.randn(8, 4) + 3,))
     assert torch.equal(placed.norm.running_mean, torch.zeros(4))

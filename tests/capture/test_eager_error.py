@@ -1,4 +1,4 @@
-"""An error that eager raises too is the user's, and comes through as it is; ours says what and where."""
+"""Errors of the model itself are raised unchanged; capture errors name the reason and the line."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def raised(call: Any) -> BaseException:
         for number in range(len(ERRORS))
     ],
 )
-def test_the_users_own_error_comes_through(number: int, where: str) -> None:
+def test_model_error_is_raised_unchanged(number: int, where: str) -> None:
     error = ERRORS[number]
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, warnings.catch_warnings():
         warnings.simplefilter("ignore", graphplan.GraphplanWarning)
@@ -81,7 +81,7 @@ def test_the_users_own_error_comes_through(number: int, where: str) -> None:
         assert placed(X).shape == X.shape
 
 
-def test_inputs_of_a_wrong_shape_are_an_error_of_torch() -> None:
+def test_wrong_input_shape_raises_torch_error() -> None:
     model, wrong = nn.Linear(16, 16), torch.ones(4, 5)
     eager = raised(lambda: model(wrong))
     with graphplan.simulate({0: "1MiB"}) as machine:
@@ -107,7 +107,7 @@ class Checkpointed(nn.Module):
         return self.up(x)
 
 
-def test_without_weights_eager_is_asked_all_the_same(tmp_path: Any) -> None:
+def test_meta_model_raises_its_own_error(tmp_path: Any) -> None:
     from safetensors.torch import save_file
 
     file = tmp_path / "weights.safetensors"
@@ -125,14 +125,14 @@ class Branching(nn.Module):
         return x - 1
 
 
-def test_the_line_of_the_model_is_named_not_that_of_the_standard_library() -> None:
+def test_error_names_model_line_not_standard_library() -> None:
     with pytest.raises(json.JSONDecodeError) as caught:
         json.loads("{")
     assert "test_eager_error.py" in failed_line(caught.value)
 
 
 @pytest.mark.parametrize("strict", [True, None])
-def test_control_flow_by_data_names_the_line_and_what_to_do(strict: bool | None) -> None:
+def test_data_dependent_branch_error_names_line_and_remedy(strict: bool | None) -> None:
     said = (
         r"at .*test_eager_error\.py:\d+, in forward: if x\.sum\(\) > 0:\n.*torch\.cond.*graphplan\.partition"
     )
@@ -152,9 +152,7 @@ def test_control_flow_by_data_names_the_line_and_what_to_do(strict: bool | None)
         pytest.param("_roles", "exporters does not support it", marks=pytest.mark.slow),
     ],
 )
-def test_without_the_exporter_a_placed_model_says_why_once(
-    monkeypatch: pytest.MonkeyPatch, broken: str, said: str
-) -> None:
+def test_missing_exporter_warns_once(monkeypatch: pytest.MonkeyPatch, broken: str, said: str) -> None:
     def refuse(*_args: Any, **_kwargs: Any) -> Any:
         raise LookupError("an odd one")
 
@@ -164,7 +162,7 @@ def test_without_the_exporter_a_placed_model_says_why_once(
     check_that_it_says_why_once(f"{said} .LookupError: an odd one.*retraced for each new size of its inputs")
 
 
-def test_sizes_that_cannot_vary_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fixed_transformers_sizes_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from graphplan.capture import tracing
 
     def only_fixed(model_copy: Any, call: Any, varying: Any, **kwargs: Any) -> Any:
@@ -215,7 +213,7 @@ class Product(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support", "ignore:.*retraced for each")
-def test_compressed_sparse_inputs_are_refused_with_what_to_do() -> None:
+def test_compressed_sparse_input_raises_with_remedy() -> None:
     # torch's own error, of storages and strides, came through
     dense, x = torch.eye(4), torch.ones(4, 2)
     with pytest.raises(
@@ -244,7 +242,7 @@ class Forces(nn.Module):
 @pytest.mark.parametrize("budgets", [{0: "1MiB"}, {"cpu": "1MiB"}])
 @pytest.mark.filterwarnings("ignore:the training step cannot be traced")
 @pytest.mark.parametrize("options", [{"grad": True, "check": True}, {"train": True}])
-def test_what_needs_gradients_is_tried_with_them(budgets: Any, options: Any) -> None:
+def test_model_that_requires_gradients_runs_with_grad(budgets: Any, options: Any) -> None:
     model, x = Forces(), torch.randn(5, 3)
     with graphplan.simulate({0: "1MiB"}):
         with pytest.raises(RuntimeError, match="does not require grad") as caught:
@@ -326,7 +324,7 @@ class Handed(UserDict[str, Any]):
     """A table of parameters that hands out copies, as those of compressed-tensors do."""
 
 
-def test_modules_that_hand_out_copies_of_their_tensors_are_refused() -> None:
+def test_module_with_foreign_tensor_table_raises() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     table: Any = Handed(model[0]._parameters)
     model[0]._parameters = table

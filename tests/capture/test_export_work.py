@@ -1,4 +1,4 @@
-"""The export leaves out work that no capture needs, and its graph is that of torch's own."""
+"""The export omits work that no capture needs, and its graph equals that of torch.export."""
 
 from __future__ import annotations
 
@@ -81,19 +81,19 @@ def test_no_python_code_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not generated
 
 
-def test_a_module_without_code_generates_it_when_it_is_called() -> None:
+def test_graph_module_generates_code_at_first_call() -> None:
     found = captured(Switching(), x=torch.ones(2, 4))
     parameters = [dict(Switching().named_parameters())[f"linear.{name}"] for name in ("weight", "bias")]
     assert found.module(*parameters, torch.ones(2, 4))[0].shape == (2, 2)
 
 
-def test_modes_of_gradients_are_no_subgraphs_where_none_are_kept() -> None:
+def test_grad_modes_without_gradients_add_no_subgraphs() -> None:
     found = captured(Switching(), x=torch.ones(2, 4))
     assert {node.op for node in found.graph.nodes} == {"placeholder", "call_function", "output"}
     assert not any("grad" in str(node.target) for node in found.graph.nodes)
 
 
-def test_a_fake_result_is_made_again_once_for_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_result_is_recomputed_once_per_key(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     own = FakeTensorMode._output_from_cache_entry
     monkeypatch.setattr(
@@ -116,7 +116,7 @@ def test_a_fake_result_is_made_again_once_for_its_keys(monkeypatch: pytest.Monke
     assert "_output_from_cache_entry" not in vars(mode)
 
 
-def test_a_line_of_the_model_is_noted_and_torchs_own_where_there_is_none() -> None:
+def test_source_line_is_model_line_or_torch_line() -> None:
     def sources(model: nn.Module, **kwargs: Any) -> list[str]:
         model_copy = ModelCopy(model)
         graph = Annotator(capture(model_copy, model_copy.bind((), kwargs)), model_copy.weights).graph()
@@ -129,7 +129,7 @@ def test_a_line_of_the_model_is_noted_and_torchs_own_where_there_is_none() -> No
 
 
 def test_an_export_leaves_no_hook_behind() -> None:
-    """torch 2.11 leaves one that every module calls for each buffer that it is given."""
+    """torch 2.11 leaves a hook that every module calls for each assigned buffer."""
     hooks = module._global_buffer_registration_hooks
     before, layer = dict(hooks), nn.Linear(2, 2)
     branches = Branches(layer, lambda _: None)

@@ -1,4 +1,4 @@
-"""Hooks that keep what they see: for the model itself they are in the graph, for others that is said."""
+"""Hooks that store activations: traced if the model reads them; for other readers, a warning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _seen: dict[str, torch.Tensor] = {}
 
 
 class Tapped(nn.Module):
-    """Reads in forward what a hook has kept of a layer."""
+    """Reads in forward the activations that a hook has stored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ WAYS = [by_itself, by_its_dict, by_a_global, by_a_partial, by_a_default]
 
 
 @pytest.mark.parametrize(("hook", "called"), in_turn(WAYS, [False, True]))
-def test_what_hooks_keep_for_the_model_is_in_its_graph(
+def test_hook_state_read_by_model_is_traced(
     hook: Callable[[Tapped], Callable[..., None]], called: bool
 ) -> None:
     model = Tapped()
@@ -135,7 +135,7 @@ def of_its_own(store: Store) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("hook", [in_an_attribute, in_a_list, by_a_method, in_a_variable, of_its_own])
-def test_what_hooks_keep_for_others_is_said(hook: Callable[[Store], Callable[..., None]]) -> None:
+def test_hooks_storing_outside_the_model_warn(hook: Callable[[Store], Callable[..., None]]) -> None:
     store, model = Store(), nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     keep = hook(store)
     handle = model[0].register_forward_hook(keep)
@@ -151,7 +151,7 @@ def test_what_hooks_keep_for_others_is_said(hook: Callable[[Store], Callable[...
 
 
 class Own(nn.Sequential):
-    """Of this file, where code of the model finds what is global."""
+    """A class of this file, whose globals the model's code reads."""
 
 
 class Calling:
@@ -164,7 +164,7 @@ class Inherits(Calling):
 
 
 class Extractor(nn.Module):
-    """Around a model, of which it is not a part."""
+    """Holds a model without being part of it."""
 
     last: Any = None
 
@@ -228,7 +228,7 @@ class Proxy:
         raise RuntimeError(f"{name} is of no use here")
 
 
-def test_loggers_and_what_stands_for_others_are_no_stores() -> None:
+def test_hooks_using_loggers_or_proxies_do_not_warn() -> None:
     model, proxy, logger = nn.Sequential(nn.Linear(8, 8)), Proxy(), logging.getLogger("of a hook")
 
     def note(module: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -249,7 +249,7 @@ def require_weights_of_its_own(model: nn.Module, name: str) -> None:
         torch.testing.assert_close(found, model(X))
 
 
-def test_containers_that_hooks_close_over_have_the_modules_of_the_copy() -> None:
+def test_containers_in_hook_closures_refer_to_copied_modules() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     names = {part: name for name, part in model.named_modules()}
     others = [("next", (model[1],))]
@@ -287,7 +287,7 @@ def test_containers_of_others_stay_as_they_are() -> None:
     _parts.clear()
 
 
-def test_a_hook_that_changes_a_result_only_is_in_the_graph_without_a_word() -> None:
+def test_result_changing_hook_is_traced_without_warning() -> None:
     model, scale = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), {"by": 3.0}
     model[0].register_forward_hook(lambda module, args, output: output * scale["by"])
     with warnings.catch_warnings():
@@ -305,7 +305,7 @@ class Branched(Tapped):
 
 
 @pytest.mark.parametrize("hook", WAYS)
-def test_hooks_of_models_without_a_graph_keep_things_for_the_copy(
+def test_hooks_of_models_without_graph_store_for_copy(
     hook: Callable[[Tapped], Callable[..., None]],
 ) -> None:
     model = Branched()
@@ -381,7 +381,7 @@ HOLDERS: dict[str, tuple[Callable[[Shifted], Any], Callable[[Any], torch.Tensor]
 
 
 @pytest.mark.parametrize(("holder", "lazy"), in_turn(HOLDERS, [False, True]))
-def test_what_holds_functions_and_weak_references_knows_the_placed_model(holder: str, lazy: bool) -> None:
+def test_functions_and_weak_references_refer_to_placed_model(holder: str, lazy: bool) -> None:
     model = Shifted(*HOLDERS[holder])
     with torch.no_grad():
         expected = model(X) + model.layer.bias + 3
@@ -398,7 +398,7 @@ def test_what_holds_functions_and_weak_references_knows_the_placed_model(holder:
 
 
 class Pair(tuple[Any, ...]):
-    """Is made of two, and not of what goes over them."""
+    """A tuple class whose constructor takes two arguments, not an iterable."""
 
     def __new__(cls, one: Any, other: Any) -> Pair:
         return super().__new__(cls, (one, other))

@@ -1,4 +1,4 @@
-"""``torch.fx.GraphModule`` as the model, as feature extractors and other graph transforms make them."""
+"""``torch.fx.GraphModule`` as the model, as feature extractors and graph transforms return."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_arguments_have_their_names_and_results_their_classes(
     assert (type(result), type(result["all"]), type(result["all"][1])) == (dict, list, dict)
 
 
-def test_what_was_attached_is_in_the_placed_model(budgets: dict[Any, Any]) -> None:
+def test_hooks_and_attributes_of_graph_module_are_kept(budgets: dict[Any, Any]) -> None:
     model = fx.symbolic_trace(Scaled().eval())
     model.register_forward_pre_hook(lambda _module, args: (args[0] + 1,))
     model.register_forward_hook(lambda _module, _args, result: result["y"] * 2)

@@ -1,4 +1,4 @@
-"""What changes gradients outside of a graph: functions with a backward of their own, hooks, checkpoints."""
+"""Code that changes gradients outside a graph: custom backward passes, hooks, checkpoints."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ LOST: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize(("what", "way"), in_turn(LOST, WAYS))
-def test_what_no_graph_differentiates_is_left_to_autograd(what: str, way: dict[str, bool]) -> None:
+def test_custom_backward_runs_with_autograd(what: str, way: dict[str, bool]) -> None:
     make, add, why = LOST[what]
     assert any(why in text for text in placed_like(make(), add, **way))
     strict = make()
@@ -165,7 +165,7 @@ def test_hooks_that_parameters_have_already_are_kept(way: dict[str, bool]) -> No
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_have_the_gradients_of_what_they_run(way: dict[str, bool], reentrant: bool) -> None:
+def test_checkpoint_gradients_equal_those_of_its_function(way: dict[str, bool], reentrant: bool) -> None:
     assert not placed_like(Blocks(reentrant=reentrant), lambda _: None, strict=True, **way)
 
 
@@ -181,9 +181,7 @@ def test_inputs_may_require_gradients_that_the_example_did_not(make: nn.Module) 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # in eager, too
 @pytest.mark.parametrize("required", [False, True])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_what_is_behind_a_checkpoint_has_gradients_where_inputs_require_some(
-    way: dict[str, bool], required: bool
-) -> None:
+def test_checkpointed_layers_have_gradients_of_each_call(way: dict[str, bool], required: bool) -> None:
     require_gradients_of_each_call(Behind(), X.clone().requires_grad_(required), strict=True, **way)
 
 
@@ -237,7 +235,7 @@ def test_examples_of_the_meta_device_may_require_gradients(way: dict[str, bool])
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("net", [Net(double), Net(Reverse.apply, data=True)], ids=["operation", "data"])
-def test_functions_whose_backward_is_not_asked_for_are_traced(net: Net, way: dict[str, bool]) -> None:
+def test_custom_backward_without_gradients_is_traced(net: Net, way: dict[str, bool]) -> None:
     assert not placed_like(net, lambda _: None, strict=True, **way)
 
 
@@ -298,13 +296,13 @@ class Guarded(nn.Module):
                 return torch.zeros_like(x)
 
 
-def test_a_model_that_goes_on_without_gradients_after_an_error_has_them() -> None:
+def test_handled_error_does_not_lose_gradients() -> None:
     model = Guarded()
     placed = graphplan.partition(model, {"cpu": ROOMY}, (X,), strict=True)
     assert torch.allclose(placed(2 * X), model(2 * X), atol=1e-6)
 
 
-def test_gradients_that_only_the_next_call_computes_make_no_graph() -> None:
+def test_gradients_computed_only_by_next_call_raise() -> None:
     with pytest.raises(graphplan.NoGraphError, match="the next computes something else"):
         graphplan.partition(Guarded(later=True), {"cpu": ROOMY}, (X,), strict=True)
 

@@ -1,4 +1,4 @@
-"""Blocks of a stack are traced once, and the graph is that of a trace of each."""
+"""Blocks of a stack are traced once; the graph equals that of a trace of every block."""
 
 from __future__ import annotations
 
@@ -171,9 +171,7 @@ class Nested(Counting):
 @pytest.mark.parametrize(
     "cache", [Counting, *(pytest.param(one, marks=pytest.mark.slow) for one in (CountingAll, Nested))]
 )
-def test_what_a_cache_of_the_callers_does_is_done_for_each_block(
-    cache: type[DynamicCache], copies: list[str]
-) -> None:
+def test_methods_of_callers_cache_run_for_each_block(cache: type[DynamicCache], copies: list[str]) -> None:
     # what a subclass does beside transformers' own was done for the traced blocks alone
     found = captured(_small_llama(), input_ids=torch.ones(1, 4, dtype=torch.long), past_key_values=cache())
     assert copies
@@ -198,7 +196,7 @@ class Tallied(nn.Module):
         return x
 
 
-def test_a_block_that_changes_a_cache_itself_is_traced(copies: list[str]) -> None:
+def test_block_changing_a_cache_directly_is_traced(copies: list[str]) -> None:
     # the changes of the traced blocks were all
     found = captured(Tallied(), torch.ones(2), cache=Counting())
     assert not copies
@@ -240,7 +238,7 @@ class Stack(nn.Module):
         return x
 
 
-def test_an_index_that_is_not_read_does_not_matter(copies: list[str]) -> None:
+def test_unread_layer_index_does_not_prevent_copies(copies: list[str]) -> None:
     captured(Stack(Block), torch.randn(2, 4))
     assert len(copies) == 5
 
@@ -328,7 +326,7 @@ class OneDiffers(Block):
 
 
 class LastDiffers(Block):
-    """Depends on what nobody looks at: an object of the file."""
+    """Depends on an object of the file that is not searched."""
 
     def forward(self, x: torch.Tensor, *args: Any) -> Any:
         return self.linear(x) * (1 if _HIDDEN.calls % 8 else 2)
@@ -359,8 +357,10 @@ class Tells(Stack):
         (OneDiffers, 4),
     ],
 )
-def test_what_a_block_reads_decides(block: type[Block], expected: int, copies: list[str]) -> None:
-    """``expected`` copies; the graph is as ever."""
+def test_blocks_are_copied_unless_their_reads_differ(
+    block: type[Block], expected: int, copies: list[str]
+) -> None:
+    """The number of copies is ``expected``; the graph equals that of a whole trace."""
     Counts.calls = _TOLD["calls"] = _LISTED[0] = 0
     model = Stack(block)
     found = captured(model, torch.randn(2, 4))
@@ -425,7 +425,7 @@ class CountsUp(Stack):
         return x
 
 
-def test_a_number_of_a_shared_object_counts_wherever_it_is_in_memory(copies: list[str]) -> None:
+def test_blocks_reading_a_changing_counter_are_not_copied(copies: list[str]) -> None:
     counter = Counter()
     model = CountsUp(lambda _: Reads(counter))
     found = captured(model, torch.randn(2, 4))
@@ -434,7 +434,7 @@ def test_a_number_of_a_shared_object_counts_wherever_it_is_in_memory(copies: lis
 
 
 class Slots:
-    """An object of which nobody can see what it holds."""
+    """An object whose contents cannot be read."""
 
     __slots__ = ("number",)
 
@@ -442,7 +442,7 @@ class Slots:
         self.number = 1000
 
 
-def test_blocks_with_objects_that_cannot_be_looked_into_are_traced(copies: list[str]) -> None:
+def test_blocks_with_opaque_objects_are_traced(copies: list[str]) -> None:
     counter: Any = Slots()
     model = CountsUp(lambda _: Reads(counter))
     found = captured(model, torch.randn(2, 4))
@@ -492,7 +492,7 @@ def test_a_tensor_of_the_file_is_one_constant(copies: list[str]) -> None:
     assert found.constants.keys() == whole.constants.keys()
 
 
-def test_all_is_traced_again_where_the_last_block_differs(
+def test_differing_last_block_retraces_all_blocks(
     copies: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "graphplan"):
@@ -511,10 +511,13 @@ class DataDecides(Stack):
         return x if int(x.max()) > 3 else -x
 
 
-def test_what_the_data_decides_is_not_tried_again_without_copies(
+def test_data_dependent_failure_is_not_retried_without_copies(
     copies: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", "graphplan"), pytest.raises(CaptureError, match="values of tensors decide"):
+    with (
+        caplog.at_level("INFO", "graphplan"),
+        pytest.raises(CaptureError, match="depends on the values of tensors"),
+    ):
         captured(DataDecides(Block), torch.randn(2, 4))
     assert copies
     assert not caplog.messages
@@ -558,7 +561,7 @@ def _added(given: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(("change", "expected"), [(_doubled, 4), (_longer, 4), (_added, 4)])
-def test_what_a_block_is_given_decides(
+def test_blocks_with_changing_arguments_equal_whole_trace(
     change: Callable[[list[Any]], None], expected: int, copies: list[str]
 ) -> None:
     model = PassesMore(change)
@@ -573,7 +576,7 @@ class Appends(Block):
         return self.linear(x) * len(args[1])
 
 
-def test_a_block_that_changes_what_it_is_given_is_traced(copies: list[str]) -> None:
+def test_block_changing_its_argument_is_traced(copies: list[str]) -> None:
     model = PassesMore(lambda _: None)
     model.blocks = nn.ModuleList(map(Appends, range(8)))
     found = captured(model, torch.randn(2, 4))
@@ -582,7 +585,7 @@ def test_a_block_that_changes_what_it_is_given_is_traced(copies: list[str]) -> N
 
 
 class Replaces(nn.Module):
-    """Its blocks replace entries of what they are given, which the next reads, by tensors like these."""
+    """Its blocks replace entries of their argument by equal tensors, which the next block reads."""
 
     def __init__(
         self, given: Callable[[torch.Tensor], Any], replace: Callable[[Any, torch.Tensor], Any]
@@ -641,7 +644,7 @@ def _reverses(h: Any, a: torch.Tensor) -> torch.Tensor:
         (lambda x: [x, x * 2], _reverses),
     ],
 )
-def test_a_block_that_replaces_what_it_is_given_is_traced(
+def test_block_replacing_argument_entries_is_traced(
     given: Callable[[torch.Tensor], Any], replace: Callable[[Any, torch.Tensor], Any], copies: list[str]
 ) -> None:
     model, x = Replaces(given, replace), torch.randn(2, 4)
@@ -651,7 +654,7 @@ def test_a_block_that_replaces_what_it_is_given_is_traced(
 
 
 class Holds(nn.Module):
-    """Writes to what its blocks return, which is what they were given, or in the result twice."""
+    """Writes to the results of its blocks, which are their arguments, or occur twice in a result."""
 
     def __init__(self, result: Callable[[Any], Any], found: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -689,7 +692,7 @@ def _twice(h: Any) -> Any:
         (_twice, lambda r: r[1]),
     ],
 )
-def test_a_block_that_returns_what_it_is_given_is_traced(
+def test_block_returning_its_argument_is_traced(
     result: Callable[[Any], Any], found: Callable[[Any], Any], copies: list[str]
 ) -> None:
     # copies returned lists of their own: what was written to these was lost
@@ -715,7 +718,7 @@ class Owns(Block):
 
 
 class Fills(nn.Module):
-    """Writes to what its blocks return."""
+    """Writes to the results of its blocks."""
 
     def __init__(self, shared: bool) -> None:
         super().__init__()
@@ -729,7 +732,7 @@ class Fills(nn.Module):
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_block_that_returns_what_it_has_is_traced(shared: bool, copies: list[str]) -> None:
+def test_block_returning_its_own_container_is_traced(shared: bool, copies: list[str]) -> None:
     # copies returned lists of their own: what was written to these was lost
     model, x = Fills(shared), torch.randn(2, 4)
     made = captured(model, x)
@@ -738,7 +741,7 @@ def test_a_block_that_returns_what_it_has_is_traced(shared: bool, copies: list[s
 
 
 class InPlace(Block):
-    """Writes to what it is given and to a buffer, and returns parts of it in containers."""
+    """Writes to its argument and to a buffer, and returns parts of them in containers."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -768,7 +771,7 @@ def test_writes_constants_and_containers(copies: list[str]) -> None:
 
 
 class ReturnsViews(Block):
-    """Views of the argument, of what it makes, and as results."""
+    """Views of the argument, of computed tensors, and as results."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = self.linear(x.view(-1, 2, 2).flatten(1)).relu().chunk(2, dim=-1)
@@ -800,7 +803,7 @@ def test_values_of_copies_share_memory_as_traced_ones_do(copies: list[str], bloc
 
 
 class Requires(Stack):
-    """Asks whether what its blocks return has a gradient."""
+    """Branches on whether the results of its blocks require a gradient."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -809,7 +812,7 @@ class Requires(Stack):
         return x
 
 
-def test_what_copies_return_has_a_gradient_where_it_has_one(copies: list[str]) -> None:
+def test_results_of_copied_blocks_keep_requires_grad(copies: list[str]) -> None:
     model, x = Requires(Block), torch.randn(2, 4)
     found = captured(model, x, train=True)
     assert copies
@@ -845,15 +848,13 @@ class Signed(Block):
         return torch.atan2(self.linear(x) * 0, torch.full_like(x, self.zero))
 
 
-def test_zero_has_a_sign(copies: list[str]) -> None:
+def test_negative_zero_is_distinguished(copies: list[str]) -> None:
     model, x = Stack(Signed), torch.randn(2, 4)
     assert lines(captured(model, x).graph) == lines(traced_whole(model, x).graph)
 
 
-def test_a_cache_called_in_other_modes_than_its_block_is_traced(
-    copies: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a copy would call it in those of the block."""
+def test_cache_call_in_other_modes_is_traced(copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy would call the cache in the modes of the block."""
     model, inputs = _small_llama(), {"input_ids": torch.ones(1, 2, dtype=torch.long)}
     inputs["past_key_values"] = DynamicCache()
     forward = type(model.layers[0]).forward
@@ -904,7 +905,7 @@ class Merging(nn.Linear):
     MERGES: ClassVar = {index: [[index]] for index in range(20_000)}
 
 
-def test_a_large_table_is_not_read_to_its_last_item() -> None:
-    """It took most of a trace, since each call of a repeated block is compared."""
+def test_external_state_of_large_table_is_limited() -> None:
+    """Regression: reading the table took most of the trace, since each call of a block is compared."""
     names, _ = traits_of(Merging(4, 4)).external_state()
     assert 20_000 < len(names) < 30_000  # the table, and some of its items

@@ -1,4 +1,4 @@
-"""Attributes that cannot be copied: shared, with a warning; where forward uses one, no graph is made."""
+"""Attributes that cannot be copied are shared with a warning; a model whose forward uses one has no graph."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Holder(nn.Module):
 
 
 class Using(Holder):
-    """Uses what it holds in each call: a counter, under a lock."""
+    """Uses its attribute in each call: a counter, under a lock."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         lock, numbers = self.thing
@@ -55,7 +55,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_shared_with_the_original(kind: str) -> None:
+def test_uncopyable_attribute_is_shared_with_warning(kind: str) -> None:
     thing = KINDS[kind]()
     model = Model(Holder(thing))
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine, torch.no_grad():
@@ -103,7 +103,7 @@ def test_iterators_go_on_with_each_call(args: tuple[torch.Tensor, ...]) -> None:
         torch.testing.assert_close(found, [model(X) for _ in range(5)])
 
 
-def test_what_forward_uses_is_used_in_each_call() -> None:
+def test_uncopyable_attribute_used_in_forward_runs_module_by_module() -> None:
     things = [threading.Lock(), (i for i in range(1000))]
     model = Model(Using(things))
     plain = Model(Holder(None))
@@ -122,7 +122,7 @@ def test_what_forward_uses_is_used_in_each_call() -> None:
 
 
 class Keeping(Holder):
-    """Keeps what it has computed last."""
+    """Keeps its last result."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.thing = {"last": [self.linear(x)]}
@@ -130,13 +130,13 @@ class Keeping(Holder):
 
 
 class Reading(Holder):
-    """Reads what was computed before."""
+    """Reads a result of an earlier computation."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) @ self.cached
 
 
-def test_what_was_computed_with_gradients_is_copied_as_values() -> None:
+def test_attribute_with_gradient_history_is_copied_as_values() -> None:
     old_style = nn.utils.weight_norm(nn.Linear(16, 16))
     for model in (Model(Holder(None)), Model(Keeping(None)), Model(old_style)):
         model.held.cached = model.last.weight * 2
@@ -157,13 +157,13 @@ def test_what_was_computed_with_gradients_is_copied_as_values() -> None:
         graphplan.partition(model, {"cpu": "1MiB"}, (X,), grad=True)
 
 
-def test_what_holds_tensors_and_cannot_be_copied_is_named() -> None:
+def test_uncopyable_attribute_with_tensors_raises() -> None:
     model = Model(Holder([threading.Lock(), torch.ones(2)]))
     with pytest.raises(graphplan.CaptureError, match=r"'held\.thing' of Model.*keep it outside the model"):
         graphplan.partition(model, {"cpu": "1MiB"}, (X,))
 
 
-def test_what_can_be_copied_is() -> None:
+def test_logger_attribute_is_shared_without_warning() -> None:
     model = Model(Holder(logging.getLogger("some")))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -213,7 +213,7 @@ class MadeAnew(nn.Module):
         return x.flatten(1)
 
 
-def test_layers_that_are_made_anew_by_a_copy_train_no_more_than_before() -> None:
+def test_layers_recreated_by_deepcopy_keep_their_mode() -> None:
     model, x = nn.Sequential(MadeAnew(), nn.Linear(8, 8)).eval(), torch.ones(2, 8)
     with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, (x,))
@@ -237,7 +237,7 @@ class Fused(nn.Module):
         return Fused(nn.Sequential(nn.ReLU(), nn.Identity()), nn.ReLU())
 
 
-def test_a_copy_may_have_other_modules() -> None:
+def test_deepcopy_with_other_modules_is_placed() -> None:
     model = nn.Sequential(nn.Linear(16, 16), Fused(nn.ReLU())).eval()
     with graphplan.simulate({0: "1MiB"}) as machine, torch.no_grad():
         placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)

@@ -51,7 +51,7 @@ def twice(own: Any) -> Any:
     return lambda *args: 2 * own(*args)
 
 
-def test_a_function_of_a_module_is_another_in_this_thread_alone() -> None:
+def test_module_function_is_patched_for_one_thread() -> None:
     HOME.plus = plus  # type: ignore[attr-defined]
     with patched((HOME, "plus", twice)):
         assert HOME.plus(1) == 4
@@ -64,7 +64,7 @@ def test_a_function_of_a_module_is_another_in_this_thread_alone() -> None:
 
 
 @pytest.mark.parametrize("cls", [Base, Derived])
-def test_methods_of_all_kinds_are(cls: Any) -> None:
+def test_methods_and_properties_are_patched_for_one_thread(cls: Any) -> None:
     before = dict(vars(cls))
     patches = [
         (cls, "method", lambda _: lambda self, number: (type(self).__name__, number)),
@@ -84,7 +84,7 @@ def test_methods_of_all_kinds_are(cls: Any) -> None:
     assert dict(vars(cls)) == before
 
 
-def test_an_entry_of_a_table_is_and_goes_where_there_was_none() -> None:
+def test_table_entries_are_patched_and_removed() -> None:
     table: dict[str, Any] = {"here": plus}
     with patched(Patch(table, "here", plus, twice(plus)), Patch(table, "new", plus, twice(plus))):
         assert table["here"](1) == table["new"](1) == 4
@@ -93,7 +93,7 @@ def test_an_entry_of_a_table_is_and_goes_where_there_was_none() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
-def test_all_is_put_back_in_reverse_order_after_errors(error: type[BaseException]) -> None:
+def test_patches_are_restored_after_errors(error: type[BaseException]) -> None:
     HOME.plus = plus  # type: ignore[attr-defined]
 
     def interrupted() -> None:
@@ -107,13 +107,13 @@ def test_all_is_put_back_in_reverse_order_after_errors(error: type[BaseException
     assert HOME.plus is plus
 
 
-def test_what_was_installed_is_put_back_where_the_next_cannot_be() -> None:
+def test_failed_patch_restores_earlier_patches() -> None:
     HOME.plus = plus  # type: ignore[attr-defined]
     with pytest.raises(TypeError), patched((HOME, "plus", twice), Patch(int, "real", None, None)):
         pass
     assert HOME.plus is plus
 
 
-def test_a_private_name_that_is_gone_is_an_error_that_says_what_was_tested() -> None:
+def test_missing_private_name_raises_with_tested_versions() -> None:
     with pytest.raises(GraphplanError, match=r"home._gone is not in torch 2\.\S+; .* with torch 2\.11\.0, 2"):
         private(HOME, "_gone", "torch")

@@ -1,4 +1,4 @@
-"""Captures in several threads: one after another, and unseen by what other threads do meanwhile."""
+"""Captures in several threads run one after another, and do not affect other threads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Held(nn.Module):
 
 @dataclass
 class Outcome:
-    """What a thread came to."""
+    """The result or error of a thread."""
 
     thread: threading.Thread
     results: list[Any]
@@ -94,7 +94,7 @@ def partition_held() -> Any:
 
 
 def patched_globals() -> dict[str, Any]:
-    """What a capture replaces for its time."""
+    """The globals that a capture replaces temporarily."""
     import torch.nn.functional as functional
     from transformers import masking_utils
     from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -112,7 +112,7 @@ def patched_globals() -> dict[str, Any]:
 
 
 def registered() -> dict[Any, Any]:
-    """Who flattens what, of those that others than torch own."""
+    """The registered pytree functions of classes that torch does not own."""
     return {cls: node.flatten_fn for cls, node in pytree.SUPPORTED_NODES.items()}
 
 
@@ -125,7 +125,7 @@ def model_and_inputs(number: int) -> tuple[nn.Module, dict[str, Any]]:
     return nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, width)), {"input": torch.ones(3, width)}
 
 
-def test_four_threads_partition_at_once_and_leave_everything_as_it_was() -> None:
+def test_four_threads_partition_at_once_without_leftovers() -> None:
     for number in range(4):
         model_and_inputs(number)
     before, nodes = patched_globals(), registered()
@@ -189,7 +189,7 @@ def test_a_known_call_does_not_wait_for_a_capture(budgets: Any) -> None:
             assert largest_difference(in_thread(placed, x).get(), model(x)) <= 1e-5
 
 
-def test_a_known_call_does_not_wait_for_a_capture_of_the_same_module() -> None:
+def test_known_call_runs_during_capture_of_same_module() -> None:
     model, x = Held(), torch.randn(2, 4)
     with graphplan.simulate(ROOMY):
         placed = graphplan.partition(model, ROOMY, (x,))
@@ -200,7 +200,7 @@ def test_a_known_call_does_not_wait_for_a_capture_of_the_same_module() -> None:
     assert largest_difference(capturing.get(), model(x)) <= 1e-6
 
 
-def test_the_errors_of_another_thread_are_printed_during_a_capture(capsys: Any) -> None:
+def test_stderr_of_other_threads_is_printed_during_capture(capsys: Any) -> None:
     with graphplan.simulate(ROOMY), held_capture(partition_held):
         for number in range(20):
             print(f"line {number}", file=sys.stderr)
@@ -208,12 +208,12 @@ def test_the_errors_of_another_thread_are_printed_during_a_capture(capsys: Any) 
     assert printed == [f"line {number}" for number in range(20)]
 
 
-def test_the_warnings_of_another_thread_are_given_during_a_capture() -> None:
+def test_warnings_of_other_threads_appear_during_capture() -> None:
     with graphplan.simulate(ROOMY), held_capture(partition_held), pytest.warns(UserWarning, match="mine"):
         warnings.warn("mine", UserWarning, stacklevel=1)
 
 
-def test_log_lines_of_another_thread_are_kept_during_a_capture(caplog: Any) -> None:
+def test_logs_of_other_threads_are_kept_during_capture(caplog: Any) -> None:
     with graphplan.simulate(ROOMY), held_capture(partition_held):
         logging.getLogger("torch.export").warning("mine")
     assert [record.message for record in caplog.records if record.name == "torch.export"] == ["mine"]
@@ -228,7 +228,7 @@ def masks_of(llama: Any) -> bool:
     return mask is not None
 
 
-def test_eager_models_of_other_threads_run_as_ever_during_a_capture() -> None:
+def test_eager_models_in_other_threads_run_during_capture() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4)))
     x = torch.randn(2, 4)
     expected, llama = model(x), build("llama")
@@ -267,7 +267,7 @@ class Pairs(nn.Module):
 
 
 @pytest.mark.slow
-def test_classes_of_others_are_registered_with_torch_during_a_capture_alone() -> None:
+def test_foreign_classes_are_registered_only_during_capture() -> None:
     from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
 
     model = build("llama")

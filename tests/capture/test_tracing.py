@@ -116,7 +116,7 @@ def test_arguments_that_do_not_fit_the_signature(
         ModelCopy(Owner()).bind(args, kwargs)
 
 
-def test_inputs_that_the_model_rejects_are_told_from_capture_failures() -> None:
+def test_model_errors_differ_from_capture_errors() -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         captured(Owner().eval(), torch.randn(3, 7))
 
@@ -126,7 +126,7 @@ class Undecided(nn.Module):
         return x + 1 if x.sum() > 0 else x - 1
 
 
-def test_what_no_capture_takes_says_why() -> None:
+def test_failed_capture_names_the_reason() -> None:
     with pytest.raises(graphplan.CaptureError, match=r"Undecided could not be traced:\s+torch\.export: "):
         captured(Undecided(), torch.randn(3))
 
@@ -202,7 +202,7 @@ class ReadsScaled(nn.Module):
         return given.scaled + given.x
 
 
-def test_what_a_dataclass_has_beside_arguments_of_its_constructor_is_kept() -> None:
+def test_dataclass_keeps_attributes_outside_constructor() -> None:
     scaled, slotted = Scaled(torch.ones(2), 3.0), Slotted(torch.ones(2))
     object.__setattr__(scaled, "note", None)
     slotted.scaled = torch.full((2,), 5.0)
@@ -242,7 +242,7 @@ def test_dataclasses_with_more_than_data_are_looked_into(kind: type[Any]) -> Non
     assert torch.equal(found.x, torch.full((2,), 2.0))
 
 
-def test_signature_says_why_a_call_does_not_fit() -> None:
+def test_mismatch_names_the_reason() -> None:
     model_copy, found = captured(Owner().eval(), torch.randn(3, 4))
     signature = found.signature
 
@@ -279,7 +279,7 @@ class Nested(nn.Module):
         ((2, 4, 9), r"more\['all'\]\[1\] has size 9 along dimension 1, outside of 3 to 8"),
     ],
 )
-def test_sizes_out_of_the_callers_ranges_are_named(sizes: tuple[int, int, int], said: str) -> None:
+def test_sizes_outside_declared_ranges_raise(sizes: tuple[int, int, int], said: str) -> None:
     batch, length = torch.export.Dim("batch", min=2, max=16), torch.export.Dim("length", min=3, max=8)
     shapes = {"first": {0: batch}, "more": {"all": [None, {1: length}]}}
 
@@ -315,7 +315,7 @@ def test_dynamic_shapes_that_name_nothing() -> None:
         )
 
 
-def test_dynamic_shapes_by_position_are_those_of_arguments_that_equal_their_defaults_too() -> None:
+def test_positional_dynamic_shapes_include_default_arguments() -> None:
     class Scaled(nn.Linear):
         def forward(self, x: torch.Tensor, scale: float = 1.0, y: torch.Tensor | None = None) -> torch.Tensor:
             found = super().forward(x) * scale
@@ -371,8 +371,8 @@ def test_the_values_of_a_generated_mask_decide_nothing() -> None:
             assert torch.allclose(placed(*args), model(*args), atol=1e-5)
 
 
-def test_inputs_of_another_type_than_the_model_are_cast_by_the_model() -> None:
-    """The exporter casts them before it traces; a model of transformers casts images itself."""
+def test_inputs_of_another_dtype_are_cast_by_model() -> None:
+    """The exporter would cast them before the trace; transformers models cast images themselves."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -399,7 +399,7 @@ class Moves(nn.Module):
         return self.layer.to(x.device).to(device=x.device, dtype=x.dtype)(x)  # type: ignore[no-any-return]
 
 
-def test_a_layer_that_is_moved_to_where_it_is_is_in_the_graph() -> None:
+def test_move_to_same_device_is_traced() -> None:
     model, x = Moves(), torch.randn(2, 8)
     with graphplan.simulate({0: "1MiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (x,), strict=True)
@@ -419,7 +419,7 @@ def test_no_capture_inside_a_trace_of_torch_jit() -> None:
 
 
 @torch.no_grad()
-def test_a_graph_of_a_call_with_one_tensor_twice_serves_calls_with_two() -> None:
+def test_graph_of_repeated_tensor_serves_distinct_tensors() -> None:
     # nn.MultiheadAttention asks whether its query is its key: the key was never read
     class Attends(nn.Module):
         def __init__(self) -> None:
@@ -436,8 +436,8 @@ def test_a_graph_of_a_call_with_one_tensor_twice_serves_calls_with_two() -> None
     assert len(placed.plans) <= 2
 
 
-def test_modules_in_slices_of_a_list_have_their_own_paths() -> None:
-    """Where a module is there twice, torch names them by the slice: ``layers.slice(1, None, None).0``."""
+def test_modules_in_list_slices_keep_their_paths() -> None:
+    """Torch names a module that occurs twice by its slice: ``layers.slice(1, None, None).0``."""
 
     class Sliced(nn.Module):
         def __init__(self) -> None:
@@ -471,7 +471,7 @@ def test_bytes_that_choose_between_values_are_flags() -> None:
 
 
 def test_settled_numbers_leave_users_in_order() -> None:
-    """A plan has results in the order of their users: it is to be the same in every process."""
+    """A plan has results in the order of their users, which must be equal in every process."""
     graph = fx.Graph()
     x, number = graph.placeholder("x"), graph.placeholder("number")
     number.meta["val"] = 3

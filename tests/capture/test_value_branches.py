@@ -1,4 +1,4 @@
-"""Code that branches by weights: graphs of the way that these choose, and other graphs where they change."""
+"""Code that branches on weights or inputs: one graph for each path taken."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_to_data(flag: torch.Tensor) -> None:
 
 
 class Counting(nn.Module):
-    """Counts its calls in a buffer, and goes by that."""
+    """Counts its calls in a buffer, and branches on the count."""
 
     def __init__(self, *, assigns: bool) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Views(nn.Module):
 
 
 class Asking(nn.Module):
-    """Branches by the values of a buffer and of a parameter, asked in several ways."""
+    """Branches on the values of a buffer and of a parameter, read by several methods."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_branches_by_what_calls_write(machine: Any, name: str, grad: bool) -> No
     assert len(placed.plans) == 2
 
 
-def test_each_way_is_traced_once(machine: Any) -> None:
+def test_each_path_is_traced_once(machine: Any) -> None:
     eager = Asking()
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), strict=True)
     for switches, plans in (((1, 0), 1), ((0, 0), 2), ((1, 1), 3), ((0, 0), 3), ((1, 0), 3), ((-1, 1), 4)):
@@ -150,7 +150,7 @@ def test_each_way_is_traced_once(machine: Any) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_what_differs_at_each_call_has_few_graphs(machine: Any, strict: bool) -> None:
+def test_flag_differing_in_each_call_has_few_graphs(machine: Any, strict: bool) -> None:
     class Periodic(Counting):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.count += 1
@@ -166,7 +166,7 @@ def test_what_differs_at_each_call_has_few_graphs(machine: Any, strict: bool) ->
     assert sum("code branches on values" in str(one.message) for one in said) == (not strict)
 
 
-def test_threads_go_by_what_those_before_them_have_written(machine: Any) -> None:
+def test_waiting_threads_read_current_flags(machine: Any) -> None:
     eager = Flagged(fill)
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), strict=True)
     results = dict[int, Any]()
@@ -206,7 +206,7 @@ def test_blocks_that_branch_are_not_copies_of_each_other(machine: Any) -> None:
     assert largest_difference(placed(X), eager(X)) / eager(X).abs().max() < 1e-5
 
 
-def test_answers_that_are_kept_are_not_asked_again(machine: Any) -> None:
+def test_model_keeping_an_answer_warns_and_equals_eager(machine: Any) -> None:
     class Kept(Counting):
         first: int | None = None
 
@@ -235,18 +235,18 @@ def test_branches_by_inputs_and_at_random_have_no_graph(machine: Any) -> None:
             return self.linear(x) if torch.rand_like(self.count.float()) > 0.5 else x
 
     for kind in (ByInputs, AtRandom):
-        with pytest.raises(graphplan.CaptureError, match="The values of tensors decide"):
+        with pytest.raises(graphplan.CaptureError, match="depends on the values of tensors"):
             graphplan.partition(kind(assigns=False), machine.max_memory, (X,), strict=True)
 
 
 def test_a_model_without_values_has_no_branches() -> None:
     with torch.device("meta"):
         model = Asking()
-    with pytest.raises(graphplan.CaptureError, match="The values of tensors decide"):
+    with pytest.raises(graphplan.CaptureError, match="depends on the values of tensors"):
         graphplan.plan(model, {"cpu": "1GiB"}, (X,))
 
 
-def test_such_traces_are_not_saved(tmp_path: Path) -> None:
+def test_traces_with_weight_branches_are_not_saved(tmp_path: Path) -> None:
     with pytest.warns(graphplan.GraphplanWarning, match="branches on values of weights"):
         graphplan.plan(Asking(), {"cpu": "1GiB"}, (X,), capture_cache=tmp_path)
     assert not list(tmp_path.iterdir())
@@ -273,7 +273,7 @@ def test_data_of_weights_is_read_and_written(machine: Any) -> None:
     assert largest_difference(found.grad.cpu(), expected.grad) < 1e-4
 
 
-def test_running_statistics_are_written_before_they_are_asked(machine: Any) -> None:
+def test_running_statistics_are_written_before_branches_read_them(machine: Any) -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -283,7 +283,7 @@ def test_running_statistics_are_written_before_they_are_asked(machine: Any) -> N
             x = self.norm(x)
             return x * 2 if self.norm.running_mean[0] > 1 else x
 
-    with pytest.raises(graphplan.CaptureError, match="The values of tensors decide"):
+    with pytest.raises(graphplan.CaptureError, match="depends on the values of tensors"):
         graphplan.partition(Normed(), machine.max_memory, (X,), strict=True)
     eager = Normed().eval()
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), strict=True)
@@ -333,7 +333,7 @@ def test_integers_among_the_inputs_may_decide(machine: Any, grad: bool) -> None:
 
 
 class Padded(nn.Module):
-    """Computes what a mask asks for, if it asks for any; in place of a mask it may have none."""
+    """Computes the rows that a mask selects, if any; the mask may be None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ def test_a_graph_serves_all_inputs_with_one_answer(machine: Any) -> None:
     assert len(placed.plans) == 2
 
 
-def test_many_answers_of_inputs_end_in_a_run_without_graphs(machine: Any) -> None:
+def test_many_input_answers_end_in_running_without_graphs(machine: Any) -> None:
     eager = Gridded()
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, gridded((1, 1), (1, 1)))
     with warnings.catch_warnings(record=True) as caught:
@@ -379,7 +379,7 @@ def test_inputs_without_values_decide_nothing() -> None:
 
 
 class Drawn(nn.Module):
-    """Goes by real numbers that it is given."""
+    """Branches on real numbers among its inputs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2 if x.sum() > 0 else x
@@ -461,7 +461,7 @@ def test_a_list_of_many_numbers_is_one_question(machine: Any) -> None:
     assert [len(guard.holds.branches) for guard in guards if isinstance(guard.holds, InputBranches)] == [1]
 
 
-def test_what_each_layer_asks_is_one_question(machine: Any) -> None:
+def test_equal_questions_of_layers_are_merged(machine: Any) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -496,7 +496,7 @@ def test_what_each_layer_asks_is_one_question(machine: Any) -> None:
     assert [len({one.answer for one in branches}) for branches in kept] == [len(kept[0])]
 
 
-def test_questions_do_not_tie_a_graph_to_values_of_attributes(machine: Any) -> None:
+def test_questions_do_not_fix_attribute_values(machine: Any) -> None:
     class Shifting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -581,7 +581,7 @@ class OfMarks(nn.Module):
         return self.linear(x) * (marks or 5)
 
 
-def test_what_decides_may_be_no_tensor_in_another_call(machine: Any) -> None:
+def test_branch_input_of_another_type_is_retraced(machine: Any) -> None:
     eager = OfMarks()
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, torch.tensor([1, 5])))
     for marks in (torch.tensor([1, 5]), 3, None, torch.tensor([1, 2])):
@@ -640,7 +640,7 @@ def test_operations_that_look_alike_may_choose_other_counts(machine: Any) -> Non
 
 
 class Switched(nn.Module):
-    """A block that goes by a number, and may count it up before."""
+    """A block that branches on a number, and may increment it before."""
 
     def __init__(self, *, counts: bool) -> None:
         super().__init__()
@@ -653,7 +653,7 @@ class Switched(nn.Module):
 
 
 class SwitchedStack(nn.Module):
-    """Blocks of which each is given a number of its own, or all one, which changes on the way."""
+    """Blocks that each get a number of their own, or share one that changes between blocks."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -668,7 +668,7 @@ class SwitchedStack(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["each", "counted", "written", "one"])
-def test_blocks_go_by_what_each_is_given(machine: Any, kind: str) -> None:
+def test_blocks_branch_on_their_own_inputs(machine: Any, kind: str) -> None:
     eager = SwitchedStack(kind)
     numbers = torch.tensor([0, 0, 3, 0, 0, 0])
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, numbers.clone()), strict=True)
@@ -689,7 +689,7 @@ class Looking(nn.Module):
         return self.linear(x) + ids[order].sum() if ids[0] + order[0] > 3 else self.linear(x)
 
 
-def test_sizes_that_no_value_decides_are_not_asked_for(machine: Any) -> None:
+def test_sizes_without_values_have_no_questions(machine: Any) -> None:
     call = X, torch.tensor([4, 5, 2]), torch.tensor([0, 1])
     placed = graphplan.partition(Looking(), machine.max_memory, call, strict=True)
     guards = placed._graphplan.programs[0].signature.guards
@@ -758,7 +758,7 @@ class Shifted(nn.Module):
         return x * 2 if marks[ids].max() > 3 else x
 
 
-def test_a_question_that_cannot_be_asked_has_no_answer(machine: Any) -> None:
+def test_question_failing_in_another_call_equals_eager(machine: Any) -> None:
     eager, marks = Shifted(), torch.arange(6)
     first = (X, torch.tensor([1, 2]), marks)
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, first, strict=True)
@@ -770,7 +770,7 @@ def test_a_question_that_cannot_be_asked_has_no_answer(machine: Any) -> None:
 
 
 class KeepingFirst(nn.Module):
-    """Keeps what its first call was told of a number, of which each call is told the same."""
+    """Keeps the value of a number in its first call."""
 
     first: bool | None = None
 
@@ -786,7 +786,7 @@ class KeepingFirst(nn.Module):
         return x * (1 + self.first)
 
 
-def test_an_answer_that_is_kept_is_none_that_is_asked_again(machine: Any) -> None:
+def test_model_keeping_its_first_answer_equals_eager(machine: Any) -> None:
     eager = KeepingFirst()
     with pytest.warns(graphplan.GraphplanWarning, match="a call changes KeepingFirst.first"):
         placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, torch.tensor(5)))

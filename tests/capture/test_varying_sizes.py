@@ -58,7 +58,7 @@ class Image(nn.Module):
 
 
 class Quotients(nn.Module):
-    """Finds its batch again of the number of windows, as Swin does."""
+    """Computes its batch from the number of windows, as Swin does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Careful(Quotients):
         return self.layer(x) + half
 
 
-def test_a_quotient_is_not_lost_where_the_model_catches_errors(traces: list[int]) -> None:
+def test_quotient_is_symbolic_if_model_catches_errors(traces: list[int]) -> None:
     check(Careful(), [(torch.randn(rows, 4, 8),) for rows in (4, 7, 2)])
     assert len(traces) == 2
 
@@ -103,7 +103,7 @@ def test_halves_of_odd_lengths_vary(traces: list[int]) -> None:
 
 
 class Function(nn.Module):
-    """A layer, and what a function makes of its result and a number."""
+    """A layer, and a function of its result and a number."""
 
     def __init__(self, function: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Single(Image):
         return super().forward(x) if x.shape[0] == 1 else super().forward(2 * x)
 
 
-def test_other_sizes_are_symbols_only_once_one_of_them_differs(traces: list[int]) -> None:
+def test_other_sizes_become_symbols_after_first_change(traces: list[int]) -> None:
     shapes = [(1, 8), (2, 8), (4, 8), (2, 6), (3, 10)]
     placed = check(Single(), [(torch.randn(batch, 3, size, size),) for batch, size in shapes])
     forms = [program.signature.leaves[0].shape for program in placed._graphplan.programs]
@@ -137,7 +137,7 @@ def test_other_sizes_are_symbols_only_once_one_of_them_differs(traces: list[int]
     assert len(traces) == 3
 
 
-def test_with_max_batch_they_are_one_plan_and_none_is_larger(traces: list[int]) -> None:
+def test_max_batch_gives_one_plan_and_limit_error(traces: list[int]) -> None:
     placed = check(Image(), [(torch.randn(size, 3, 8, 8),) for size in (4, *range(1, 21))], max_batch=20)
     assert (len(traces), len(placed.plans)) == (1, 1)
     with pytest.raises(graphplan.LimitError, match="max_batch=20"):
@@ -149,9 +149,7 @@ def test_twenty_sizes_of_images_are_two_captures(traces: list[int]) -> None:
     assert len(traces) == 2
 
 
-def test_a_trace_of_all_sizes_that_takes_too_long_is_not_tried_again(
-    traces: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_trace_of_all_sizes_is_not_repeated(traces: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_patches, "_MOST_SECONDS", 0.0)
     with pytest.warns(graphplan.GraphplanWarning, match="takes more than 0 seconds"):
         check(Image(), [(torch.randn(2, 3, size, size + 3),) for size in (8, 9)])
@@ -161,7 +159,7 @@ def test_a_trace_of_all_sizes_that_takes_too_long_is_not_tried_again(
     assert len(traces) == 3 + 5
 
 
-def test_sizes_of_images_are_two_captures_of_a_transformers_model(traces: list[int]) -> None:
+def test_image_sizes_give_two_transformers_captures(traces: list[int]) -> None:
     from transformers import ConvNextConfig, ConvNextModel
 
     torch.manual_seed(0)
@@ -171,7 +169,7 @@ def test_sizes_of_images_are_two_captures_of_a_transformers_model(traces: list[i
 
 
 @pytest.mark.slow
-def test_sizes_of_sounds_are_two_captures_of_a_transformers_model(traces: list[int]) -> None:
+def test_audio_lengths_give_two_transformers_captures(traces: list[int]) -> None:
     from transformers import Wav2Vec2Config, Wav2Vec2Model
 
     torch.manual_seed(0)
@@ -236,7 +234,7 @@ def test_numbers_in_arithmetic_are_one_capture(
     assert (len(traces), len(placed.plans)) == (1, 1)
 
 
-def test_negative_ints_are_as_good() -> None:
+def test_negative_ints_share_a_plan() -> None:
     placed = check(Function(lambda x, number: x + number), [(torch.randn(4, 8), n) for n in (-3, 4, 0)])
     assert len(placed.plans) == 1
 
@@ -250,13 +248,13 @@ def test_negative_ints_are_as_good() -> None:
         (lambda x, number: x if number != 1.0 else x * 2, 2),
     ],
 )
-def test_numbers_that_decide_are_of_the_structure(traces: list[int], function: Any, graphs: int) -> None:
+def test_numbers_used_in_branches_are_retraced(traces: list[int], function: Any, graphs: int) -> None:
     numbers = (0.5, 1.5, 1.0, 3.0, 0.5)
     check(Function(function), [(torch.randn(4, 8), number) for number in numbers])
     assert len(traces) == graphs
 
 
-def test_numbers_that_are_looked_up_are_of_the_structure_and_batches_vary(traces: list[int]) -> None:
+def test_numbers_used_as_keys_are_retraced(traces: list[int]) -> None:
     # seen on CLIP in LLaVA, which is told of the layer whose result is wanted: each batch was another trace
     def looked_up(y: torch.Tensor, number: int) -> torch.Tensor:
         return {2: y, 3: -y}[number] * (number in {2, 4})
@@ -296,7 +294,7 @@ class Cached(nn.Module):
 
 
 @needs("torch", "2.12", "a slice of an open size cannot be traced")
-def test_slices_that_end_at_the_same_int_are_of_one_size(traces: list[int]) -> None:
+def test_slices_with_equal_int_end_have_equal_size(traces: list[int]) -> None:
     steps = [(torch.full((1, 1, 16), float(n)), torch.tensor([n]), n + 1) for n in range(5, 40)]
     check(Cached(), [(torch.ones(1, 5, 16), torch.arange(5), 5), *steps])
     assert len(traces) <= 4
@@ -316,13 +314,13 @@ class Rotated(nn.Module):
         return found * self.table.index_select(0, at)[:, :4].reshape(1, x.shape[1], 4)
 
 
-def test_a_length_that_can_only_be_one_is_planned_for_as_one() -> None:
+def test_length_fixed_at_one_is_planned_as_one() -> None:
     calls = [(torch.ones(1, length, 16), torch.arange(length)) for length in (5, 1)]
     placed = check(Rotated(), calls)
     assert placed._graphplan.programs[1].signature.leaves[0].ranges[1] == (1, 1)
 
 
-def test_ints_that_count_steps_or_choose_are_of_the_structure(traces: list[int]) -> None:
+def test_ints_used_as_loop_count_or_index_are_retraced(traces: list[int]) -> None:
     class Steps(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -374,7 +372,7 @@ def test_flags_that_are_read_from_tensors_decide(how: str) -> None:
         assert largest_difference(placed(x, 0.5), graphplan.unplace(placed)(x, 0.5)) < 1e-5
 
 
-def test_a_check_of_values_is_no_branch() -> None:
+def test_torch_check_is_not_a_branch() -> None:
     def function(y: torch.Tensor, _: float) -> torch.Tensor:
         torch._check_tensor_all(y < 1e9, lambda: "too large")
         torch._check(y.shape[0] < 64)
@@ -390,14 +388,14 @@ def test_a_check_of_values_is_no_branch() -> None:
         lambda y, _: torch.cond(y.shape[0] > 4, lambda t: t * 2, lambda t: t * 3, (y,)),
     ],
 )
-def test_comparisons_do_not_narrow_what_the_caller_lets_vary(traces: list[int], function: Any) -> None:
+def test_comparisons_do_not_narrow_declared_sizes(traces: list[int], function: Any) -> None:
     shapes = {"x": {0: torch.export.Dim("batch", min=2, max=64)}, "number": None}
     batches = [(torch.ones(n, 8), 0.5) for n in (6, 3, 8)]
     check(Function(function), batches, dynamic_shapes=shapes, strict=True)
     assert len(traces) == 1
 
 
-def test_a_batch_of_one_that_is_squeezed_is_another_graph(traces: list[int]) -> None:
+def test_squeezed_batch_of_one_is_another_graph(traces: list[int]) -> None:
     calls = [(torch.randn(size, 8), 0.5) for size in (4, 1, 7, 1, 2)]
     check(Function(lambda x, number: (x[:, :1] * number).squeeze()), calls)
     assert len(traces) == 2  # of many, of one
@@ -417,7 +415,7 @@ SQUEEZES: list[Callable[[torch.Tensor], torch.Tensor]] = [
 
 
 @pytest.mark.parametrize("squeeze", SQUEEZES)
-def test_a_batch_of_one_is_another_graph_however_it_is_squeezed(
+def test_squeeze_of_batch_one_is_another_graph(
     squeeze: Callable[[torch.Tensor], torch.Tensor], traces: list[int]
 ) -> None:
     def rows(x: torch.Tensor, number: float) -> torch.Tensor:
@@ -428,7 +426,7 @@ def test_a_batch_of_one_is_another_graph_however_it_is_squeezed(
     assert len(traces) == 2  # of many, of one
 
 
-def test_sizes_vary_beside_one_that_the_data_decides_and_is_squeezed(traces: list[int]) -> None:
+def test_sizes_vary_with_squeezed_data_size(traces: list[int]) -> None:
     # each size was another graph
     calls = [(torch.randn(size, 8), 0.5) for size in (4, 3, 7)]
     check(Function(lambda x, number: x[x[:, 0] > number].squeeze() * number), calls)
@@ -442,7 +440,7 @@ def test_a_computed_size_that_is_squeezed_varies(traces: list[int]) -> None:
     assert len(traces) == 1
 
 
-def test_what_is_chosen_counts_at_its_bound_in_all_sizes() -> None:
+def test_masked_size_is_planned_at_its_upper_bound() -> None:
     def chosen(x: torch.Tensor, number: float) -> torch.Tensor:
         return x + x[x > -number].repeat(20).sin().sum()
 
@@ -450,7 +448,7 @@ def test_what_is_chosen_counts_at_its_bound_in_all_sizes() -> None:
     assert placed.plans[1].peak_bytes[0] > 64 * 8 * 20 * 4
 
 
-def test_what_cannot_vary_is_said_once_and_runs(traces: list[int]) -> None:
+def test_fixed_sizes_warn_once_and_run(traces: list[int]) -> None:
     class Text(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -466,7 +464,7 @@ def test_what_cannot_vary_is_said_once_and_runs(traces: list[int]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*retraced for each:graphplan.GraphplanWarning")
-def test_a_float_that_a_tensor_cannot_hold_is_captured_anew() -> None:
+def test_float_outside_float32_is_recaptured() -> None:
     class Divides(nn.Module):
         def forward(self, x: torch.Tensor, by: float) -> torch.Tensor:
             return x / torch.tensor(by)
@@ -490,7 +488,7 @@ def test_a_float_that_a_tensor_cannot_hold_is_captured_anew() -> None:
         ("cache_position", (1,), {}),
     ],
 )
-def test_which_axes_of_an_argument_of_a_text_model_vary(
+def test_dynamic_axes_of_text_model_arguments(
     name: str, shape: tuple[int, ...], roles: dict[int, str]
 ) -> None:
     assert text_roles(name, torch.zeros(shape), 2) == roles
@@ -527,7 +525,7 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_length_of_a_tensor_is_its_first_size(traces: list[int]) -> None:
-    """``len`` gives an int: each batch was another graph."""
+    """Regression: ``len`` returned an int, so each batch was retraced."""
     check(Counted(), [(torch.randn(batch, 3, 4),) for batch in (2, 3, 5)])
     assert len(traces) == 1
     assert "len" not in globals()
@@ -549,7 +547,7 @@ def wide(size: Any) -> float:
     ],
 )
 def test_sizes_are_instances_of_int_and_vary(traces: list[int], function: Any) -> None:
-    """They are not ints in a trace: it took the other branch, without a word."""
+    """Regression: sizes were not ints in a trace, which silently took the other branch."""
     check(Function(function), [(torch.randn(batch, 8), batch + 1) for batch in (3, 4, 7)])
     assert len(traces) == 1
     assert "isinstance" not in globals()
@@ -566,7 +564,7 @@ def test_sizes_are_instances_of_int_and_vary(traces: list[int], function: Any) -
     ],
 )
 def test_texts_of_sizes_and_numbers_are_looked_up(function: Any) -> None:
-    """The text was that of the symbol, ``"s77"``, which no table has."""
+    """Regression: the text was that of the symbol (``"s77"``), so the lookup failed."""
     check(Function(function), [(torch.randn(batch, 8), batch) for batch in (3, 4, 7)])
 
 
@@ -585,9 +583,7 @@ class Texts(Logging):
         return self.layer(x) * (1.0 if f"{x.shape[0]}" else 2.0)
 
 
-def test_a_text_fixes_no_size_that_the_caller_has_declared_and_a_log_none(
-    traces: list[int], caplog: Any
-) -> None:
+def test_formatting_declared_or_logged_sizes_fixes_none(traces: list[int], caplog: Any) -> None:
     caplog.set_level("DEBUG", "a model's")
     check(Logging(), [(torch.randn(batch, 8),) for batch in (3, 4, 7)])
     assert len(traces) == 1
@@ -609,8 +605,8 @@ class Replacing(nn.Module):
         return self.layer(x.masked_scatter(mask, sound))
 
 
-def test_batches_vary_where_a_size_that_the_data_decides_is_a_multiple_of_them(traces: list[int]) -> None:
-    """Torch took its own bounds for false: each batch was another graph."""
+def test_batches_vary_with_data_sizes_that_are_multiples(traces: list[int]) -> None:
+    """Regression: torch rejected its own bounds, so each batch was retraced."""
 
     def given(batch: int) -> Args:
         x = torch.ones(batch, 5, 4)
@@ -626,7 +622,7 @@ class ByItsResults(nn.Module):
         return x + 1 if x.sum() > 0 else x
 
 
-def test_without_integers_a_model_that_branches_is_not_traced_for_their_values(traces: list[int]) -> None:
+def test_branching_model_without_integers_is_not_retraced(traces: list[int]) -> None:
     with pytest.raises(graphplan.NoGraphError, match=r"torch\.cond"):
         graphplan.plan(ByItsResults(), LARGE, (torch.randn(3, 8),))
     assert len(traces) == 2  # with sizes that vary, and without

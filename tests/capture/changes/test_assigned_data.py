@@ -1,4 +1,4 @@
-"""Weights whose data the model's code assigns: graphs write it, where nothing else has what is assigned."""
+"""Assignments to the ``data`` of weights: graphs write them if nothing else owns the assigned tensor."""
 
 from __future__ import annotations
 
@@ -127,18 +127,18 @@ def test_weights_are_written(body: Forward, options: dict[str, bool]) -> None:
 @pytest.mark.parametrize(
     "body", [of_another_weight, of_an_activation, of_an_input, of_another_shape, of_an_attribute]
 )
-def test_what_else_would_have_the_memory_makes_no_graph(body: Forward) -> None:
+def test_assigned_data_with_another_owner_raises(body: Forward) -> None:
     with pytest.raises(graphplan.CaptureError, match=r"assigns the \.data of a tensor"):
         graphplan.plan(Assigning(body), {"cpu": "1GiB"}, (X,))
 
 
 @pytest.mark.parametrize("body", [written_where_it_was_made, written_where_it_is])
-def test_what_is_assigned_is_not_written_afterwards(body: Forward) -> None:
+def test_write_after_data_assignment_raises(body: Forward) -> None:
     with pytest.raises(graphplan.CaptureError, match="writes to it afterwards"):
         graphplan.plan(Assigning(body), {"cpu": "1GiB"}, (X,))
 
 
 @pytest.mark.parametrize("body", [read_where_it_was, assigned_again])
-def test_what_was_there_before_is_not_read_afterwards(body: Forward) -> None:
+def test_read_of_previous_data_raises(body: Forward) -> None:
     with pytest.raises(graphplan.CaptureError, match="reads its previous memory"):
         graphplan.plan(Assigning(body), {"cpu": "1GiB"}, (X,))

@@ -1,4 +1,4 @@
-"""What a model assigns to itself has the values of eager, whichever module assigns it."""
+"""State that a model assigns to itself equals eager mode, whichever module assigns it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Beside(nn.Module):
-    """Assigns its own, beside buffers that are None."""
+    """Assigns its own buffers, in addition to buffers that are None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Beside(nn.Module):
 
 
 class Twice(nn.Module):
-    """Calls one module twice, and reads what that has assigned: with its gradient."""
+    """Calls one module twice, and reads the tensor that it has assigned, with its gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Twice(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """The backward pass reads what the buffer held before."""
+    """The backward pass reads the former value of the buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class OfAnother(nn.Module):
 
 
 class Keeps(nn.Module):
-    """Keeps what it was given last, which is nothing at first."""
+    """Keeps its last input, which is None at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class Recent(nn.Module):
 
 
 class Shows(nn.Module):
-    """Leaves for others to see what it itself never reads."""
+    """Stores a tensor that it never reads itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ class Turns(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Writes to what a submodule has assigned, and to a buffer that it reads and then assigns."""
+    """Writes to a buffer that a submodule has assigned, and to one that it reads and then assigns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,7 +324,7 @@ class Drops(nn.Module):
 
 
 class Finds(nn.Module):
-    """Leaves what the data decides the size of."""
+    """Stores a tensor of data-dependent size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ def test_assigned_buffers_are_written(kind: str, options: dict[str, Any]) -> Non
 
 
 class Through(nn.Module):
-    """Keeps what gradients flow through: into the next call, or to a loss that reads it from the buffer."""
+    """Keeps a tensor with a gradient, for the next call or for a loss that reads the buffer."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -402,7 +402,7 @@ class Through(nn.Module):
 
 
 class Ends(nn.Module):
-    """Detaches what a submodule has left with its history."""
+    """Detaches a tensor that a submodule has stored with its history."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -432,7 +432,7 @@ def test_gradients_flow_from_call_to_call(kind: str, options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("kind", ["assigned", "in place", "only read outside"])
-def test_gradients_flow_through_buffers_that_are_copied_for_a_call(kind: str) -> None:
+def test_gradients_flow_through_copied_buffers(kind: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Through(kind))
     eager = copy.deepcopy(model)
@@ -475,7 +475,7 @@ def test_without_gradients_kept_buffers_are_traced() -> None:
 
 @pytest.mark.parametrize("kind", BY_MODULES)
 @torch.no_grad()
-def test_what_no_memory_can_hold_is_run_by_modules(kind: str) -> None:
+def test_buffers_of_changing_shape_run_module_by_module(kind: str) -> None:
     model = BY_MODULES[kind]()
     eager = copy.deepcopy(model)
     with graphplan.simulate({0: "64KiB"}) as machine:
@@ -498,7 +498,7 @@ def test_a_trace_that_fails_leaves_buffers_as_they_were() -> None:
     ("model", "inside"), in_turn([Remembers, Begins, Pair, Appends, Once, Recent], [False, True])
 )
 @torch.no_grad()
-def test_attributes_that_the_next_call_reads_are_run_by_modules(model: type[nn.Module], inside: bool) -> None:
+def test_assigned_attributes_read_next_run_module_by_module(model: type[nn.Module], inside: bool) -> None:
     made = nn.Sequential(nn.Linear(8, 8), model()) if inside else model()
     eager = copy.deepcopy(made)
     with pytest.warns(graphplan.GraphplanWarning, match=r"hidden is read and then assigned.*register_buffer"):
@@ -539,7 +539,7 @@ class Adds(nn.Module):
 
 @pytest.mark.parametrize("kind", ["losses", "last"])
 @pytest.mark.parametrize("options", [{"grad": True}, {"train": True, "optimizer": torch.optim.SGD}])
-def test_losses_that_are_left_in_attributes_are_told_of_once(kind: str, options: dict[str, Any]) -> None:
+def test_losses_in_attributes_warn_once(kind: str, options: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(8, 8), Adds(kind))
     with pytest.warns(graphplan.GraphplanWarning, match=rf"leaves Adds\.{kind} with a gradient") as told:
         placed = graphplan.partition(model, {"cpu": "16MiB"}, (X,), strict=True, **options)
@@ -548,13 +548,13 @@ def test_losses_that_are_left_in_attributes_are_told_of_once(kind: str, options:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_weights_that_hooks_compute_are_no_losses() -> None:
+def test_weights_computed_by_hooks_do_not_warn() -> None:
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
     graphplan.partition(model, {"cpu": "16MiB"}, (X,), strict=True, grad=True)
 
 
 class Asks(nn.Module):
-    """Goes by the values of what its last call has left."""
+    """Branches on the values of a tensor that its last call has stored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -567,7 +567,7 @@ class Asks(nn.Module):
 
 
 @torch.no_grad()
-def test_what_cannot_be_traced_after_the_first_call_is_run_by_modules() -> None:
+def test_untraceable_second_call_runs_module_by_module() -> None:
     made = Asks()
     eager = copy.deepcopy(made)
     with pytest.warns(graphplan.GraphplanWarning, match="after its first call Asks has attributes"):
@@ -577,7 +577,7 @@ def test_what_cannot_be_traced_after_the_first_call_is_run_by_modules() -> None:
 
 
 class Cached(nn.Module):
-    """Goes by what its last calls have left, where it is asked to."""
+    """Branches on state of its last calls if an argument says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -594,7 +594,7 @@ class Cached(nn.Module):
 
 
 @torch.no_grad()
-def test_what_a_later_call_leaves_in_attributes_is_the_models() -> None:
+def test_attributes_after_later_calls_equal_eager() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Cached())
     eager = copy.deepcopy(model)
     with graphplan.simulate({0: "4KiB", 1: "4KiB"}) as machine:
@@ -616,7 +616,7 @@ def test_what_a_later_call_leaves_in_attributes_is_the_models() -> None:
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 @pytest.mark.parametrize("cpu_compute", [False, True])
-def test_weights_on_the_cpu_are_computed_with_where_the_cpu_may(cpu_compute: bool) -> None:
+def test_run_without_graph_uses_cpu_weights_if_allowed(cpu_compute: bool) -> None:
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     model = nn.Sequential(layers, Cached())
     model[1].first = nn.Linear(64, 8)
@@ -633,7 +633,7 @@ def test_weights_on_the_cpu_are_computed_with_where_the_cpu_may(cpu_compute: boo
 
 
 @torch.no_grad()
-def test_a_check_is_no_call() -> None:
+def test_check_leaves_buffers_unchanged() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Running())
     eager = copy.deepcopy(model)
     placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), check=True)
@@ -642,7 +642,7 @@ def test_a_check_is_no_call() -> None:
 
 
 @torch.no_grad()
-def test_a_trial_by_modules_leaves_the_statistics_of_a_batch_norm() -> None:
+def test_trial_by_modules_restores_batch_norm_statistics() -> None:
     model = nn.Sequential(Asks(), nn.BatchNorm1d(8)).train()
     eager = copy.deepcopy(model)
     with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module"):
@@ -696,7 +696,7 @@ class AtFirst(nn.Module):
 
 @pytest.mark.parametrize("kind", ["flag", "entry", "set", "attribute", "deleted"])
 @torch.no_grad()
-def test_what_only_the_first_call_does_is_run_by_modules(kind: str) -> None:
+def test_first_call_effects_run_module_by_module(kind: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), AtFirst(kind))
     eager, states = copy.deepcopy(model), copy.deepcopy(vars(model[1]))
     with graphplan.simulate({0: "2KiB"}) as machine:
@@ -710,7 +710,7 @@ def test_what_only_the_first_call_does_is_run_by_modules(kind: str) -> None:
 
 
 class Changes(nn.Module):
-    """Goes by what containers hold, which each call changes."""
+    """Depends on the contents of containers, which each call changes."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -745,7 +745,7 @@ class Changes(nn.Module):
 
 @pytest.mark.parametrize("kind", ["nested", "turning", "exchanged", "missing", "counted", "array"])
 @torch.no_grad()
-def test_what_containers_hold_is_as_before_a_trial(kind: str) -> None:
+def test_trial_restores_container_contents(kind: str) -> None:
     model = Changes(kind)
     eager = copy.deepcopy(model)
     with pytest.warns(graphplan.GraphplanWarning, match="and the next computes something else"):
@@ -778,7 +778,7 @@ class Alternates(nn.Module):
     ],
 )
 @torch.no_grad()
-def test_attributes_of_any_kind_are_run_by_modules_if_the_next_call_reads_them(pair: tuple[Any, Any]) -> None:
+def test_attributes_read_by_next_call_run_module_by_module(pair: tuple[Any, Any]) -> None:
     model = Alternates(*pair)
     eager = copy.deepcopy(model)
     with pytest.warns(graphplan.GraphplanWarning, match="and the next computes something else"):
@@ -797,7 +797,7 @@ WRITES: dict[str, Callable[[nn.Linear], Any]] = {
 
 
 class Writes(nn.Module):
-    """Writes to its weights at each call; the data decides what else."""
+    """Writes to its weights in each call, and branches on data."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -846,7 +846,7 @@ class Tallies(nn.Module):
 
 
 @torch.no_grad()
-def test_counts_that_nothing_depends_on_are_traced() -> None:
+def test_unread_counters_are_traced() -> None:
     model = Tallies()
     placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
     assert (model.calls, model.sizes) == (0, [])
@@ -924,7 +924,7 @@ def test_an_expanded_tensor_is_as_before_a_trial() -> None:
 
 
 class SumsOf(nn.Module):
-    """Writes in place to a tensor in an attribute, in a way that an operation in the graph does not say."""
+    """Writes in place to a tensor in an attribute, which the operation in the graph does not declare."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -956,7 +956,7 @@ WAYS = ["a view", "converted", "without gradients", "out", "made at first"]
     ("make", "options"),
     in_turn([*((Sums, kind) for kind in SUMS), *((SumsOf, how) for how in WAYS)], OPTIONS[:2]),
 )
-def test_tensors_that_are_written_in_place_are_those_of_the_model(
+def test_in_place_writes_reach_the_models_tensors(
     make: tuple[Callable[[str], Any], str], options: dict[str, Any]
 ) -> None:
     model = make[0](make[1])
@@ -1002,14 +1002,14 @@ def test_running_statistics_in_attributes_are_those_of_the_model(norm: Callable[
 
 
 @torch.no_grad()
-def test_running_statistics_in_attributes_that_are_only_read_are_in_the_graph() -> None:
+def test_running_statistics_in_read_attributes_are_traced() -> None:
     model = PlainStatistics(partial(nn.functional.batch_norm, training=False))
     placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
     assert torch.allclose(placed(X), model(X), atol=1e-5)
 
 
 class KeepsStatistics(nn.Module):
-    """Assigns what a kernel has written just before."""
+    """Assigns a tensor that a kernel has just written."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1045,7 +1045,7 @@ class Scratch(nn.Module):
 
 
 @torch.no_grad()
-def test_what_is_written_and_is_no_attribute_is_traced() -> None:
+def test_in_place_writes_to_temporaries_are_traced() -> None:
     model = Scratch()
     placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
     for _ in range(2):
@@ -1069,7 +1069,7 @@ class AssignsData(nn.Module):
 
 @pytest.mark.parametrize("kind", ["intermediate", "buffer", "parameter"])
 @torch.no_grad()
-def test_data_that_is_assigned_is_in_a_graph_if_it_is_of_a_weight(kind: str) -> None:
+def test_data_assignment_to_weight_is_traced(kind: str) -> None:
     model = AssignsData(kind)
     eager = copy.deepcopy(model)
     if kind == "intermediate":
@@ -1098,7 +1098,7 @@ class Cell(nn.Module):
 
 
 class Holds(nn.Module):
-    """Goes on with what the buffers of a submodule held before they were assigned."""
+    """Uses the values of a submodule's buffers before their assignment."""
 
     def __init__(self, go_on: Callable[[Cell, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -1174,7 +1174,7 @@ HELD = (
 
 
 @pytest.mark.parametrize(("go_on", "options"), in_turn(HELD, OPTIONS))
-def test_what_a_buffer_held_stays_what_it_was(go_on: Any, options: dict[str, Any]) -> None:
+def test_former_buffer_values_equal_eager(go_on: Any, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = Holds(go_on)
     eager = copy.deepcopy(model)
@@ -1194,7 +1194,7 @@ def test_what_a_buffer_held_stays_what_it_was(go_on: Any, options: dict[str, Any
                 assert parameter.grad is None or torch.allclose(gradient.cpu(), parameter.grad, atol=1e-4)
 
 
-def test_buffers_are_written_where_nothing_reads_what_they_held() -> None:
+def test_buffers_are_written_after_their_last_read() -> None:
     model = nn.Sequential(Cell(), nn.Linear(8, 8), Cell(), nn.Linear(8, 8))
     model_copy = ModelCopy(model)
     found = capture(model_copy, model_copy.bind((X,), {}))
@@ -1210,7 +1210,7 @@ def _dropped(cell: Cell, x: torch.Tensor) -> Any:
 
 
 @torch.no_grad()
-def test_dropout_that_drops_nothing_is_what_a_buffer_held() -> None:
+def test_dropout_of_zero_returns_former_buffer_value() -> None:
     model = Holds(_dropped)
     eager, placed = copy.deepcopy(model), graphplan.partition(model, {"cpu": "1GiB"}, (X,), strict=True)
     for scale in (1.0, 0.5, 2.0):
@@ -1228,7 +1228,7 @@ class Sparse(nn.Module):
         return y
 
 
-def test_a_sparse_buffer_that_is_assigned_is_in_no_graph() -> None:
+def test_assigned_sparse_buffer_raises() -> None:
     # torch's own error, of storages, came through
     with pytest.raises(graphplan.CaptureError, match=r"Sparse\.graph is assigned a tensor of the layout"):
         graphplan.partition(Sparse(), {"cpu": "1MiB"}, (X[:, :4],))

@@ -1,4 +1,4 @@
-"""What the code of a model keeps outside of it holds nothing of a trace afterwards."""
+"""Global tables and caches of a model's code hold no traced tensors after a trace."""
 
 from __future__ import annotations
 
@@ -131,14 +131,14 @@ WAYS = [
 
 
 class Elsewhere:
-    """What stands for an object that is not there now."""
+    """Proxy of an object that does not exist now."""
 
     def __getattribute__(self, name: str) -> Any:
         raise RuntimeError(f"{name} is of no use here")
 
 
 class Lazy(dict[str, Any]):
-    """Makes what is in it when it is asked for."""
+    """Makes its items on access."""
 
     def items(self) -> Any:
         raise RuntimeError("it cannot be made")
@@ -187,7 +187,7 @@ class Branched(Added):
         return -found if x.sum() > 0 else found
 
 
-def test_a_model_without_a_graph_finds_no_tensors_of_a_trial() -> None:
+def test_model_without_graph_finds_no_trial_tensors() -> None:
     model = Branched(limited)
     with pytest.warns(graphplan.GraphplanWarning, match="module by module"):
         placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
@@ -219,7 +219,7 @@ class Linked:
 
 
 class Linking(nn.Module):
-    """Adds to a table what is long, and linked in many ways."""
+    """Adds long, heavily linked objects to a table."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chain, linked = list[Any](), [Linked() for _ in range(30)]
@@ -253,13 +253,13 @@ class Reading(nn.Module):
         return x + 1 if isinstance(ODD, Odd) else x
 
 
-def test_what_the_code_does_not_name_is_not_looked_through() -> None:
+def test_globals_not_named_in_code_are_not_searched() -> None:
     model = Reading()
     assert id(DATA) not in CodeCaches(model)._tables
     graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
 
 
-def test_what_a_trace_adds_without_tensors_stays() -> None:
+def test_plain_entries_added_by_a_trace_are_kept() -> None:
     class Counting(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             TABLE.setdefault("seen", "yes")
@@ -281,7 +281,7 @@ class Branching(Added):
 
 
 @pytest.mark.parametrize("way", [limited, in_a_table, in_a_context])
-def test_neither_does_one_without_a_graph(way: Callable[[int], torch.Tensor]) -> None:
+def test_model_without_graph_finds_no_traced_tensors(way: Callable[[int], torch.Tensor]) -> None:
     model = Branching(way)
     with pytest.warns(graphplan.GraphplanWarning, match="could not be traced"):
         placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))

@@ -1,4 +1,4 @@
-"""What calls leave in objects that a model has as attributes: as eager, by a graph where it can be one."""
+"""State that a call leaves in objects held by a model equals eager mode, by a graph where possible."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def same_calls(placed: nn.Module, model: nn.Module) -> None:
 
 @pytest.mark.parametrize(("kind", "shared"), in_turn(GOES_ON, [False, True]))
 @torch.no_grad()
-def test_what_the_next_call_goes_by_is_run_by_modules(kind: str, shared: bool) -> None:
+def test_state_read_by_next_call_runs_module_by_module(kind: str, shared: bool) -> None:
     model = model_of(kind, GOES_ON[kind](), shared=shared)
     with pytest.warns(
         graphplan.GraphplanWarning, match="nothing from the call before|computes something else"
@@ -177,7 +177,7 @@ def test_what_the_next_call_goes_by_is_run_by_modules(kind: str, shared: bool) -
 
 @pytest.mark.parametrize(("kind", "shared"), in_turn(DOES_NOT, [False, True]))
 @torch.no_grad()
-def test_what_no_later_call_depends_on_is_traced(kind: str, shared: bool) -> None:
+def test_state_unused_by_later_calls_is_traced(kind: str, shared: bool) -> None:
     model = model_of(kind, DOES_NOT[kind](), shared=shared)
     placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
     same_calls(placed, model)

@@ -1,4 +1,4 @@
-"""Masks in traces: of attention that is not causal by itself, and those that ``torch.vmap`` makes."""
+"""Masks in traces: for attention that is not causal by itself, and masks made by ``torch.vmap``."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_tokens_see_each_other_where_eager_lets_them(name: str, flags: dict[str,
 
 
 @pytest.mark.slow
-def test_a_model_of_models_is_traced_with_the_flags_of_its_call() -> None:
+def test_composite_model_is_traced_with_call_flags() -> None:
     # use_cache=False did not reach the configuration of PaliGemma's text model
     model, given = calls("paligemma")
     inputs = given[1] | {"use_cache": False}
@@ -69,8 +69,8 @@ def test_a_model_of_models_is_traced_with_the_flags_of_its_call() -> None:
 
 
 @pytest.mark.slow
-def test_attention_that_is_causal_where_it_has_no_mask_stays_so() -> None:
-    """Moonshine tells its attention that it is not causal where there is a mask, which eager leaves out."""
+def test_causal_attention_without_mask_stays_causal() -> None:
+    """Moonshine marks its attention as not causal if there is a mask, which eager mode omits."""
     made = build("moonshine")
     with graphplan.simulate(ROOM) as machine:
         placed = graphplan.partition(made.model, machine.max_memory, kwargs=copy.deepcopy(made.inputs))
@@ -79,7 +79,7 @@ def test_attention_that_is_causal_where_it_has_no_mask_stays_so() -> None:
 
 
 def masks_of(plan: graphplan.Plan) -> list[tuple[str, ...]]:
-    """What each attention reads beside query, key and value."""
+    """The arguments of each attention besides query, key and value."""
     operations = plan.graph.operations.values()
     return [one.inputs[3:] for one in operations if one.type == "scaled_dot_product_attention"]
 
@@ -127,8 +127,8 @@ def test_causal_attention_has_no_mask_where_eager_has_none(
 
 
 @pytest.mark.parametrize("window", [None, pytest.param(8, marks=pytest.mark.slow)])
-def test_attention_to_all_tokens_has_no_mask_where_none_is_padded(window: int | None) -> None:
-    """It had one of all pairs of tokens, as where the values of the padding are not known."""
+def test_full_attention_without_padding_has_no_mask(window: int | None) -> None:
+    """Regression: the mask had all pairs of tokens, as if the padding were unknown."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "pad_token_id": 0}
     layers: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 4}
@@ -148,8 +148,8 @@ def test_attention_to_all_tokens_has_no_mask_where_none_is_padded(window: int | 
                 assert largest_difference(placed(**shorter)[0], model(**shorter)[0]) < 1e-5
 
 
-def test_layers_that_shorten_the_text_have_no_mask_of_the_whole() -> None:
-    """Informer's encoder halves the length between its layers: a mask that eager has not did not fit."""
+def test_length_reducing_layers_have_no_full_mask() -> None:
+    """Regression: Informer's encoder halves the length between layers, so a full mask did not fit."""
     torch.manual_seed(0)
     sizes = {
         "d_model": 16,
@@ -188,7 +188,7 @@ def gemma3(layers: list[str]) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [["sliding_attention"], ["sliding_attention", "full_attention"]])
-def test_tokens_of_an_image_see_each_other_in_a_graph(layers: list[str]) -> None:
+def test_image_tokens_attend_bidirectionally_in_graph(layers: list[str]) -> None:
     model, ids = gemma3(layers), torch.randint(6, 96, (2, LENGTH))
     ids[:, 2:6] = 5
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": (ids == 5).long()}

@@ -1,4 +1,4 @@
-"""What transformers' exporters trace in place of a model's own code computes what that does."""
+"""The replacement code of transformers' exporters computes the same as the model's own code."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_images_of_several_sizes_are_kept_apart(name: str) -> None:
 
 
 @needs("torch", "2.12", "a slice of an open size cannot be traced")
-def test_sizes_that_the_exporter_has_made_constants_are_a_structure() -> None:
+def test_sizes_fixed_by_exporter_are_retraced() -> None:
     config = transformers.PixtralVisionConfig(
         hidden_size=32,
         intermediate_size=64,

@@ -1,4 +1,4 @@
-"""Vision-language models whose code goes by the grids of images: a graph for each grid."""
+"""Vision-language models whose code branches on image grids: one graph for each grid."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_grid_has_a_graph(recwarn: pytest.WarningsRecorder) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
-def test_a_text_about_an_image_of_a_known_grid_needs_no_graph(caplog: pytest.LogCaptureFixture) -> None:
+def test_text_for_known_image_grid_reuses_graph(caplog: pytest.LogCaptureFixture) -> None:
     model = qwen()
     placed = graphplan.partition(qwen(), {"cpu": "1GiB"}, kwargs=asked(SQUARE, WIDE), strict=True)
     flags = {"max_new_tokens": 3, "do_sample": False}

@@ -1,4 +1,4 @@
-"""The loss of a transformers model, of labels, is traced as the rest of ``forward`` is."""
+"""The loss of a transformers model is traced like the rest of ``forward``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def labelled(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
 def test_a_loss_is_traced_for_all_batches_and_lengths(
     make: Any, grad: bool, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The exporter takes no labels: each size was traced anew."""
+    """Regression: the exporter dropped labels, so each size was retraced."""
     model = make()
     placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=labelled(model, 2, 8), grad=grad)
     with caplog.at_level(logging.INFO, "graphplan"), torch.set_grad_enabled(grad):
@@ -63,10 +63,10 @@ def test_a_loss_is_traced_for_all_batches_and_lengths(
     assert not [one for one in recwarn if issubclass(one.category, graphplan.GraphplanWarning)]
 
 
-def test_a_call_is_traced_once_where_forward_sets_the_kind_of_loss_in_the_configuration(
+def test_loss_type_set_in_forward_is_traced_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What it had set stayed in the copy: the same call was of other modes, and was traced again."""
+    """Regression: the attribute stayed set in the copy, so the same call had other modes and was retraced."""
     model = classifier(None)
     placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=labelled(model, 2, 8))
     with caplog.at_level(logging.INFO, "graphplan"), torch.no_grad():
@@ -77,10 +77,10 @@ def test_a_call_is_traced_once_where_forward_sets_the_kind_of_loss_in_the_config
     assert caplog.text.count("capturing another graph") == 1
 
 
-def test_what_a_time_series_is_compared_with_is_traced_for_all_batches(
+def test_future_values_are_traced_for_all_batches(
     recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The exporter takes no ``future_values`` either: each batch was traced anew, with a warning."""
+    """Regression: the exporter dropped ``future_values``, so each batch was retraced with a warning."""
     torch.manual_seed(0)
     sizes = {
         "d_model": 16,

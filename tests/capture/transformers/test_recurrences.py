@@ -1,4 +1,4 @@
-"""Recurrences of state-space models are one operation of a graph, which serves all lengths."""
+"""Recurrences of state-space models are one operation in a graph that serves all lengths."""
 
 from __future__ import annotations
 
@@ -165,11 +165,11 @@ def test_long_texts_are_measured_by_shorter_ones(operation: Any, monkeypatch: py
     assert whole == run_fake(operation, leaves, spec, torch.device("cpu"), FakeTensorMode())
 
 
-def test_the_operation_itself_runs_what_it_stands_for() -> None:
+def test_recurrence_operation_runs_transformers_function() -> None:
     model = build("mamba")
     home = importlib.import_module("transformers.models.mamba.modeling_mamba")
     own = home.mamba_selective_scan
     with torch.no_grad(), recurrences_as_operations(model):
         assert home.mamba_selective_scan is not own
-        assert recurrences._own(home.__name__, "mamba_selective_scan") is own
+        assert recurrences._original(home.__name__, "mamba_selective_scan") is own
     assert home.mamba_selective_scan is own

@@ -107,7 +107,7 @@ class Parts(nn.Module):
 def test_assigned_shared_buffer_runs_module_by_module(kind: str) -> None:
     model = Parts(kind)
     eager = copy.deepcopy(model)
-    with pytest.warns(graphplan.GraphplanWarning, match=r"is one tensor with .*\n.*runs module by module"):
+    with pytest.warns(graphplan.GraphplanWarning, match=r"are one buffer until .*\n.*runs module by module"):
         placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
     for _ in range(3):
         assert largest_difference(placed(X), eager(X)) < 1e-5
