@@ -371,6 +371,24 @@ def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     return dist.new_group(sorted(ranks), timeout=timeout)
 
 
+@contextmanager
+def receive_buffers(stages: Iterable[Any]) -> Iterator[None]:
+    """Context manager for a step of pipelining stages, outside of which they keep no receive buffers."""
+
+    def move(device: str) -> None:
+        for stage in stages:
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+                for info in infos:
+                    if getattr(info, "buffer", None) is not None:  # torch 2.11 has none for the first stage
+                        info.buffer = torch.empty_like(info.buffer, device=device)
+
+    move("cpu")
+    try:
+        yield
+    finally:
+        move("meta")
+
+
 def mark_backward_nodes(roots: Sequence[Any]) -> None:
     """Make a trace annotate backward nodes with the line and module of their forward operations.
 

@@ -56,7 +56,13 @@ _GRAPH = (
 )
 
 
-def read_cluster(machines: Sequence[MaxMemory], plan_options: PlanOptions, *, grad: bool = False) -> Cluster:
+def read_cluster(
+    machines: Sequence[MaxMemory],
+    plan_options: PlanOptions,
+    *,
+    grad: bool = False,
+    results_on_all: bool = False,
+) -> Cluster:
     """Return the machines, each given as a ``max_memory``, with the options of the pipeline.
 
     Raises:
@@ -91,6 +97,7 @@ def read_cluster(machines: Sequence[MaxMemory], plan_options: PlanOptions, *, gr
         train=plan_options.train,
         machines=len(machines),
         stages_per_machine=stages,
+        results_on_all=results_on_all,
     )
     return Cluster(tuple(topologies), plan_options.network or NETWORK, flight, plan_options.objective)
 
@@ -140,9 +147,10 @@ def plan_machines(
     kwargs: Mapping[str, Any] | None,
     *,
     grad: bool = False,
+    results_on_all: bool = False,
 ) -> ClusterPlan:
     """Return the plan of :func:`graphplan.plan` with ``machines=``."""
-    cluster = read_cluster(machines, plan_options, grad=grad)
+    cluster = read_cluster(machines, plan_options, grad=grad, results_on_all=results_on_all)
     example = _bind_call(model, cluster, plan_options, args, kwargs, grad=grad)
     return example.plan(example.traced())
 
@@ -254,18 +262,18 @@ def partition_machines(
     grad: bool,
     checkpoint: str | Path | Checkpoint | None,
     strict: bool,
-    broadcast_results: bool,
+    results_on_all: bool,
     plan: object = None,
 ) -> ClusterModule:
     """Return the module of :func:`graphplan.partition` with ``machines=``; every rank makes the same call.
 
-    ``broadcast_results``: whether all ranks get results, or only the rank of the last stage.
+    ``results_on_all``: whether all ranks get results, or only the rank of the last stage.
     """
 
     def read_for_ranks() -> Cluster:
         if plan_options.train:
             require_backward_stages()
-        return read_cluster(machines, plan_options, grad=grad)
+        return read_cluster(machines, plan_options, grad=grad, results_on_all=results_on_all)
 
     cluster = read_on_all(machines, "reading machines=", read_for_ranks)
     example = on_all(
@@ -282,7 +290,7 @@ def partition_machines(
                 for one in fields(plan_options)
                 if one.repr
             },
-            "return_outputs=": "all" if broadcast_results else "of the last stage",
+            "return_outputs=": "all" if results_on_all else "of the last stage",
             "another argument": repr(request.options),
             "the weights' names and sizes": "\n".join(
                 f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in weights.items()
@@ -309,7 +317,6 @@ def partition_machines(
         cluster,
         cluster_plan,
         source,
-        broadcast_results=broadcast_results,
         divided=divided_in(example.call) if example.microbatches > 1 else {},
     )
     return builder.build(annotator)
@@ -324,5 +331,7 @@ def _require_planned_for(plan: ClusterPlan, cluster: Cluster) -> None:
     ):
         if planned != current:
             raise PlanError(f"the plan is for {planned} {what}, not for {current}")
+    if cluster.flight.results_on_all and not plan.results_on_all:
+        raise PlanError("the plan has no room for results on all ranks: plan with return_outputs='all'")
     if cluster.flight.train and plan.schedule != cluster.flight.schedule:
         raise PlanError(f"the plan is for schedule={plan.schedule!r}, not for {cluster.flight.schedule!r}")

@@ -139,7 +139,7 @@ def partition(
             grad=grad,
             checkpoint=checkpoint,
             strict=strict is not False,
-            broadcast_results=return_outputs == "all",
+            results_on_all=return_outputs == "all",
             plan=plan,
         )
     saved = read_given_plan(plan, Plan, plan_options)

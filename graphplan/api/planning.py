@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from torch import nn
 
@@ -34,6 +34,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     machines: Sequence[MaxMemory],
+    return_outputs: bool | Literal["all"] = True,
     **options: Unpack[PlanKeywords],
 ) -> ClusterPlan: ...
 @overload
@@ -57,7 +58,7 @@ def plan(
     kwargs: Mapping[str, Any] | None = None,
     *,
     machines: Sequence[MaxMemory] | None = None,
-    return_outputs: bool = True,
+    return_outputs: bool | Literal["all"] = True,
     **options: Unpack[PlanKeywords],
 ) -> Any:
     """Return a plan of where the weights of ``model`` reside and its operations run. Nothing is moved.
@@ -76,7 +77,8 @@ def plan(
         kwargs: example inputs by name.
         machines: instead of ``max_memory``, a list with one such mapping for each machine. Each machine runs
             a contiguous stage of the model, or several.
-        return_outputs: whether results are copied to the device of the first tensor input.
+        return_outputs: whether results are copied to the device of the first tensor input. With ``machines``,
+            ``"all"``: the results are on all ranks, and have room there.
         options: the keyword arguments below; :class:`graphplan.PlanKeywords` has their types.
 
     Keyword Args:
@@ -160,12 +162,13 @@ def plan(
         Exception: what the model itself raises for the example inputs, unchanged.
     """
     plan_options = read_options(plan, options)
-    require_flags(return_outputs=return_outputs)
+    require_flags(return_outputs=return_outputs == "all" or return_outputs)
     if machines is not None:
         refuse_with_machines(plan_options, max_memory=max_memory, return_outputs=not return_outputs)
-        return plan_machines(model, machines, plan_options, args, kwargs)
+        results_on_all = return_outputs == "all"
+        return plan_machines(model, machines, plan_options, args, kwargs, results_on_all=results_on_all)
     topology = plan_options.topology(max_memory)
-    request = read_request(model, topology, plan_options, Options(return_outputs=return_outputs))
+    request = read_request(model, topology, plan_options, Options(return_outputs=bool(return_outputs)))
     compiler = Compiler(request.model_copy, topology, request.options)
     if plan_options.calls is not None:
         return compiler.plan_together(read_examples(plan_options, args, kwargs, compiler))[0].plan

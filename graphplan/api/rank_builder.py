@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,13 @@ from graphplan.passes.pipeline.cut_capture import results_of
 from graphplan.passes.pipeline.stage_positions import stage_positions
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.agreement import on_all, require_same, share_failures
-from graphplan.runtime.distributed.cluster_module import CallKey, ClusterCall, ClusterModule, Loss
+from graphplan.runtime.distributed.cluster_module import (
+    MAX_CALLS,
+    CallKey,
+    ClusterCall,
+    ClusterModule,
+    Loss,
+)
 from graphplan.runtime.distributed.machine_stages import join_stages
 from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
 from graphplan.runtime.distributed.shared_gradients import SharedGradients
@@ -53,7 +59,6 @@ class RankBuilder:
         cluster: all machines.
         plan: the plan for all machines.
         source: checkpoint to read weights from.
-        broadcast_results: whether all ranks get results.
         divided: tensors of the example -> whether they are divided into microbatches.
         stages: this rank's placed stages, in order.
         order: names of the operations of the planned call.
@@ -70,7 +75,6 @@ class RankBuilder:
     cluster: Cluster
     plan: ClusterPlan
     source: Checkpoint | None
-    broadcast_results: bool = field(kw_only=True)
     divided: Divided = field(kw_only=True)
     stages: Sequence[RankStage] = ()
     order: tuple[str, ...] = ()
@@ -107,7 +111,7 @@ class RankBuilder:
             self.request.model_copy.signature,
             self.prepare,
             training=model.training,
-            broadcast_results=self.broadcast_results,
+            broadcast_results=self.cluster.flight.results_on_all,
             traffic=self.traffic,
             shared=SharedGradients(self._shared_parameters() if options.differentiates else {}),
             divided=self.divided,
@@ -191,18 +195,22 @@ class RankBuilder:
             )
         wires = Wires(capture, micro, self._trained(annotator))
         if key not in self.cuts:
+            inputs = capture.inputs_in(micro)
             self.cuts[key] = on_all(
-                "placing a call of other sizes", lambda: self._cut(annotator, wires, call_key)
+                "placing a call of other sizes", lambda: self._cut(annotator, wires, inputs, call_key)
             )
         return ClusterCall(
-            self._runner(key, wires, 1 if caches_stay else self.plan.microbatches),
+            self._runner(key, wires, caches_stay=caches_stay),
             capture.inputs_in,
             [wires.of(name) for name in results_of(capture, caches_stay=caches_stay)],
-            rebuild=lambda results, call: rebuild_result(capture, wires, results, call),
-            last_rank=self._ranks[-1],
-            trainer=lambda loss: self._trainer(
-                key, wires, lambda made: rebuild_result(capture, wires, made, micro), loss
+            rebuild=lambda results, call: rebuild_result(
+                wires,
+                results,
+                capture.inputs_in(call),
+                {name: call.kwargs[name] for name in capture.changed_names},
             ),
+            last_rank=self._ranks[-1],
+            trainer=lambda loss: self._trainer(key, wires, loss),
             signature=capture.signature,
         )
 
@@ -233,7 +241,9 @@ class RankBuilder:
             return frozenset()
         return trained_values(annotator.capture, trainable(self.request.model_copy.weights))
 
-    def _cut(self, annotator: Annotator, wires: Wires, call_key: CallKey) -> _RankCut:
+    def _cut(
+        self, annotator: Annotator, wires: Wires, inputs: Mapping[str, Any], call_key: CallKey
+    ) -> _RankCut:
         """Cut a call into stages, and let this rank's placed stages serve it."""
         rank, trains = dist.get_rank(), call_key.trains and self.cluster.flight.train
         boundaries = Boundaries(annotator.graph(), call_key.caches_stay)
@@ -253,7 +263,7 @@ class RankBuilder:
                 trained,
                 self._trace(annotator, caches_stay=call_key.caches_stay),
             )
-            sources.append(stage.serve(cut, wires, flight, shared, trains=trains))
+            sources.append(stage.serve(cut, wires, inputs, flight, shared, trains=trains))
         return _RankCut(tuple(sources), crossing)
 
     def _positions(self, boundaries: Boundaries) -> list[int]:
@@ -261,18 +271,20 @@ class RankBuilder:
             return [0, *(stage.end for stage in self.plan.stages)]
         return stage_positions(boundaries, [set(stage.plan.graph.weights) for stage in self.plan.stages])
 
-    def _runner(self, key: Hashable, wires: Wires, microbatches: int) -> StageRunner | None:
+    def _runner(self, key: Hashable, wires: Wires, *, caches_stay: bool) -> StageRunner | None:
         """Return the runner of this rank's stages, or None; new sizes get a new runner on all ranks."""
         cut = self.cuts[key]
         if not self.stages:
             return None
         sizes = key, tuple(map(wires.of, cut.crossing))
         if sizes not in self.runners:
-            self.runners[sizes] = self._new_runner(cut, wires, microbatches)
+            if len(self.runners) >= MAX_CALLS:
+                self.runners.clear()
+            self.runners[sizes] = self._new_runner(cut, wires, caches_stay=caches_stay)
         return self.runners[sizes]
 
     def _new_runner(
-        self, rank_cut: _RankCut, wires: Wires, microbatches: int, loss: Loss | None = None
+        self, rank_cut: _RankCut, wires: Wires, loss: Any = None, *, caches_stay: bool = False
     ) -> StageRunner:
         forward_only = self.request.options.training is None
         programs = [
@@ -289,21 +301,27 @@ class RankBuilder:
             )
             for stage, source in zip(self.stages, rank_cut.sources, strict=True)
         ]
-        return StageRunner(programs, microbatches, self.traffic, self.group, self.plan.schedule, loss)
+        return StageRunner(
+            programs,
+            1 if caches_stay else self.plan.microbatches,
+            self.traffic,
+            self.group,
+            self.plan.schedule,
+            loss,
+            caches_stay=caches_stay,
+        )
 
-    def _trainer(
-        self, key: Hashable, wires: Wires, rebuild: Callable[[Mapping[str, Any]], Any], loss: Loss
-    ) -> StageRunner | None:
+    def _trainer(self, key: Hashable, wires: Wires, loss: Loss) -> StageRunner | None:
         """Return the runner of this rank's training steps, or None if the rank has no stage."""
         if not self.stages or not self.request.options.differentiates:
             return None
         cut = self.cuts[key]
         names = cut.sources[-1].cut.sent
 
-        def loss_of(results: Sequence[torch.Tensor], target: torch.Tensor) -> torch.Tensor:
-            return loss(rebuild(dict(zip(names, results, strict=True))), target)
+        def loss_of(results: Sequence[torch.Tensor], inputs: Mapping[str, Any], target: Any) -> torch.Tensor:
+            return loss(rebuild_result(wires, dict(zip(names, results, strict=True)), inputs, {}), target)
 
-        return self._new_runner(cut, wires, self.plan.microbatches, loss_of)
+        return self._new_runner(cut, wires, loss_of)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from graphplan.devices.topology import Topology
 from graphplan.errors import InfeasibleError
 from graphplan.ir.cluster.flight import Flight
 from graphplan.ir.cluster.machine_stage import MachineStage
+from graphplan.passes.pipeline.cut_capture import results_of
 from graphplan.passes.placement.params import Limits
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.stage_runner import make_ready
@@ -68,13 +69,21 @@ class RankStage:
         return cls(index, after, devices, compiler, placer.attached(cut.module, compiler, [planned]))
 
     def serve(
-        self, cut: StageSource, wires: Wires, flight: Flight, shared: Set[str], *, trains: bool
+        self,
+        cut: StageSource,
+        wires: Wires,
+        inputs: Mapping[str, Any],
+        flight: Flight,
+        shared: Set[str],
+        *,
+        trains: bool,
     ) -> StageSource:
         """Let the stage serve calls of other sizes, and return ``cut``, with its training step if it has one.
 
         Args:
             cut: the stage, cut out of such a call.
             wires: the tensors on the network in it.
+            inputs: the model's inputs in it by name.
             flight: the microbatches and their schedule.
             shared: parameters that other ranks read too.
             trains: whether the call is a planned training step.
@@ -84,7 +93,8 @@ class RankStage:
         """
         if not cut.cut.outputs:  # it computes nothing in such calls, as an encoder in a decode step
             return cut
-        values, topology = [wires.example(name) for name in cut.cut.inputs], self.compiler.topology
+        values = [inputs[name] if name in inputs else wires.of(name).empty(1) for name in cut.cut.inputs]
+        topology = self.compiler.topology
         if trains:
             cut = with_step(cut, values)
             if self._has_step(cut, values):
@@ -114,8 +124,10 @@ class RankStage:
     ) -> None:
         """Withhold memory from the compiler for the other microbatches in flight in a training step."""
         compiler = self.compiler
-        received, sent = (sum(map(wires.nbytes, names)) for names in (cut.cut.received, cut.cut.sent))
-        machine = with_buffers(self.machine, buffer_bytes(received, sent, flight, last=not self.after))
+        names = cut.cut.received, cut.cut.sent, results_of(wires.capture, caches_stay=False)
+        received, sent, results = (sum(map(wires.nbytes, each)) for each in names)
+        buffers = buffer_bytes(received, sent, results, flight, last=not self.after)
+        machine = with_buffers(self.machine, buffers)
 
         def plan_withholding(others: Kept) -> Plan:
             compiler.topology = withholding(machine, others)

@@ -107,8 +107,9 @@ class Estimates:
         nbytes = self.boundaries.crossing_bytes[self.cuts]
         arriving = nbytes.copy()
         arriving[0] = 0.0
-        times = self.flight.microbatches * self.flight.crossings
-        return np.asarray(times * (arriving[:, None] + nbytes[None, :]))
+        crossing = self.flight.crossings * (arriving[:, None] + nbytes[None, :])
+        results = nbytes[-1] if self.flight.results_on_all else 0.0
+        return np.asarray(self.flight.microbatches * np.maximum(crossing, results))
 
     def fits(self, c: int, later_stages: int) -> NDArray[np.bool_]:
         """Return (cuts, cuts) whether the activations saved for backward fit, with so many later stages.

@@ -31,7 +31,7 @@ from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
 Results = Sequence[torch.Tensor]
 Loss = Callable[[Any, Any], torch.Tensor]
 """Maps what the model returns for a microbatch, and its rows of the target, to a loss."""
-_MAX_CALLS = 256  # cached
+MAX_CALLS = 256  # cached
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -147,11 +147,12 @@ class ClusterModule(nn.Module):
         """
         call = bind_call(self._signature, args, kwargs)
         micros = self._microbatches(call)
-        cluster_call, chunks = self._run(micros, caches_stay=False)
+        cluster_call, results = self._run(micros, caches_stay=False)
         is_last = dist.get_rank() == cluster_call.last_rank
         if not is_last and not self._broadcast_results:
             return None
-        results = _joined(chunks) if is_last else [_empty(wire, len(micros)) for wire in cluster_call.results]
+        if not is_last:
+            results = [wire.empty(len(micros)) for wire in cluster_call.results]
         if self._broadcast_results:
             for tensor, wire in zip(results, cluster_call.results, strict=True):
                 broadcast_from_last(tensor, cluster_call.last_rank, f"the result {wire.name!r}")
@@ -165,9 +166,9 @@ class ClusterModule(nn.Module):
             results, and all have such zeros in place of the caches of other ranks' layers.
         """
         call = bind_call(self._signature, args, kwargs)
-        cluster_call, chunks = self._run([call], caches_stay=True)
+        cluster_call, results = self._run([call], caches_stay=True)
         stay = {} if cluster_call.runner is None else cluster_call.runner.take_stay()
-        return cluster_call.rebuild({**stay, **(_named(cluster_call, chunks[0]) if chunks else {})}, call)
+        return cluster_call.rebuild({**stay, **(_named(cluster_call, results) if results else {})}, call)
 
     def profile(self, *args: Any, **kwargs: Any) -> ClusterProfile:
         """Run one batch forward on all ranks at once, and measure when each machine computes and waits.
@@ -254,15 +255,15 @@ class ClusterModule(nn.Module):
     def _microbatches(self, call: BoundCall) -> list[BoundCall]:
         return microbatches_of(call, self.plan.microbatches, self._divided)
 
-    @outside_inference_mode  # later calls reuse the buffers of this one
-    def _run(self, micros: Sequence[BoundCall], *, caches_stay: bool) -> tuple[ClusterCall, list[Results]]:
+    @outside_inference_mode  # later calls reuse tensors of this one
+    def _run(self, micros: Sequence[BoundCall], *, caches_stay: bool) -> tuple[ClusterCall, Results]:
         key = CallKey(_input_key(micros[0]), caches_stay)
         cluster_call = self._cluster_call(micros, key)
         if cluster_call.runner is None:
             return cluster_call, []
         with self._in_step():
             inputs = [cluster_call.inputs_of(micro) for micro in micros]
-            return cluster_call, list(cluster_call.runner.run(inputs, key.digest))
+            return cluster_call, cluster_call.runner.run(inputs, key.digest)
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -283,7 +284,7 @@ class ClusterModule(nn.Module):
         if isinstance(self.stage, MachineStages):
             self.stage.bind_stages()
         if key not in self._calls or not takes_same_path(self._calls[key].signature, micros[0]):
-            if len(self._calls) >= _MAX_CALLS:
+            if len(self._calls) >= MAX_CALLS:
                 self._calls.clear()
             self._calls[key] = self._prepare(micros[0], key)
         require_same_branches(self._calls[key].signature, micros[1:])
@@ -296,17 +297,6 @@ def _without_gradient(leaf: Any) -> Any:
 
 def _named(cluster_call: ClusterCall, results: Results) -> dict[str, torch.Tensor]:
     return {wire.name: tensor for wire, tensor in zip(cluster_call.results, results, strict=True)}
-
-
-def _joined(chunks: Sequence[Results]) -> list[torch.Tensor]:
-    if len(chunks) == 1:
-        return list(chunks[0])
-    return [torch.cat(tensors) for tensors in zip(*chunks, strict=True)]
-
-
-def _empty(wire: Wire, count: int) -> torch.Tensor:
-    shape = wire.shape if count == 1 else (wire.shape[0] * count, *wire.shape[1:])
-    return torch.empty(shape, dtype=wire.dtype)
 
 
 def _input_key(call: BoundCall) -> tuple[Any, ...]:

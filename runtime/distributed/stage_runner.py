@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from graphplan._compat.torch import receive_buffers
 from graphplan.errors import ClusterError, InputError
 from graphplan.ir.cluster.pipeline_order import PipelineSchedule, pipeline_order
 from graphplan.message_text import first_line
@@ -41,6 +42,11 @@ class Wire:
         """Return a meta tensor of this shape and dtype."""
         tensor = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return tensor.requires_grad_(grad and self.trained)
+
+    def empty(self, microbatches: int) -> torch.Tensor:
+        """Return an empty CPU tensor for the rows of all microbatches."""
+        rows = self.shape if microbatches == 1 else (self.shape[0] * microbatches, *self.shape[1:])
+        return torch.empty(rows, dtype=self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +100,14 @@ def make_ready(stage: Any, values: Sequence[Any], trace: str, *, trains: bool) -
 class _RunningStep(nn.Module):
     """The module that a schedule calls for each microbatch."""
 
-    def __init__(self, program: StageProgram, traffic: Counter[str]) -> None:
+    def __init__(self, program: StageProgram, traffic: Counter[str], *, caches_stay: bool) -> None:
         super().__init__()
         self.stage, self.program = program.stage, program
-        self.traffic = traffic
+        self.traffic, self.caches_stay = traffic, caches_stay
         self.model_inputs: Sequence[Mapping[str, Any]] = ()
+        self.parts: Sequence[tuple[torch.Tensor, ...]] = ()  # of the batch's results, for each microbatch
         self.failed: Exception | None = None
-        self.finished: list[tuple[torch.Tensor, ...]] = []
+        self.finished = 0
         self.spans: list[tuple[float, float]] = []
         self.header = torch.zeros(1, dtype=torch.int64)
         self.stay: dict[str, torch.Tensor] = {}
@@ -109,7 +116,8 @@ class _RunningStep(nn.Module):
         self, *received: torch.Tensor, number: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
         program, start = self.program, time.perf_counter()
-        values = dict(self.model_inputs[int(number if program.index and number is not None else received[0])])
+        microbatch = int(number if program.index and number is not None else received[0])
+        values = dict(self.model_inputs[microbatch])
         try:
             if program.index:
                 self._require_same_call(int(received[0]))
@@ -119,12 +127,18 @@ class _RunningStep(nn.Module):
                 with torch.set_grad_enabled(torch.is_grad_enabled() and program.trains):
                     outputs = self.stage(*(values[name] for name in program.inputs), **{program.trace: ()})
             values |= zip(program.outputs, outputs, strict=True)
-            self.stay.update(zip(program.outputs, outputs, strict=True))
-            sent = tuple(_sent(values[wire.name], wire) for wire in program.sent)
+            if self.caches_stay:
+                self.stay.update(zip(program.outputs, outputs, strict=True))
+            if self.parts:
+                sent = self.parts[microbatch]
+                for part, wire in zip(sent, program.sent, strict=True):
+                    part.copy_(values[wire.name])
+            else:
+                sent = tuple(_sent(values[wire.name], wire) for wire in program.sent)
         except Exception as error:  # of any type: the schedule wraps it
             self.failed = error
             raise
-        self.finished.append(sent)
+        self.finished += 1
         self.spans.append((start, time.perf_counter()))
         if program.is_last:
             return sent
@@ -150,8 +164,9 @@ class StageRunner:
         traffic: counter to which the bytes that this rank sends are added, by name of the value.
         group: process group of the ranks that have stages; None for all.
         schedule: order of a training step. Forward passes alone have one order, or that of "interleaved".
-        loss: maps a result and its target to a scalar, for training; gradients are those of its mean over the
-            microbatches. None for inference.
+        loss: maps the results of a microbatch, the model's inputs in it by name and its target to a scalar,
+            for training; gradients are those of its mean over the microbatches. None for inference.
+        caches_stay: whether :meth:`take_stay` is called after each batch.
     """
 
     def __init__(
@@ -162,11 +177,13 @@ class StageRunner:
         group: dist.ProcessGroup | None = None,
         schedule: PipelineSchedule = "gpipe",
         loss: Any = None,
+        *,
+        caches_stay: bool = False,
     ) -> None:
         from torch.distributed import pipelining  # some builds of torch lack it
 
         self.microbatches = microbatches
-        self.steps = [_RunningStep(program, traffic) for program in programs]
+        self.steps = [_RunningStep(program, traffic, caches_stay=caches_stay) for program in programs]
         grad = loss is not None
         self.stages: list[Any] = []
         for step in self.steps:
@@ -178,7 +195,8 @@ class StageRunner:
 
         def scaled_loss(result: Any, number: torch.Tensor) -> torch.Tensor:
             try:
-                self.losses.append(_checked_loss(loss(result, self.targets[int(number)])))
+                inputs = self.steps[-1].model_inputs[int(number)]
+                self.losses.append(_checked_loss(loss(result, inputs, self.targets[int(number)])))
             except Exception as error:  # of any type: the schedule wraps it
                 self.steps[-1].failed = error
                 raise
@@ -194,7 +212,8 @@ class StageRunner:
             index: rank if group is None else dist.get_group_rank(group, rank)
             for index, rank in enumerate(program.ranks)
         }
-        schedule_class: Any = pipelining.ScheduleGPipe if schedule == "gpipe" else pipelining.Schedule1F1B
+        one_forward = grad and schedule == "1f1b"
+        schedule_class: Any = pipelining.Schedule1F1B if one_forward else pipelining.ScheduleGPipe
         self.schedule = schedule_class(stage, microbatches, **options)
 
     @property
@@ -202,7 +221,7 @@ class StageRunner:
         """The last stage of the pipeline, which has the results; None if it is on another rank."""
         return self.steps[-1] if self.steps[-1].program.is_last else None
 
-    def run(self, model_inputs: Sequence[Mapping[str, Any]], digest: int) -> list[tuple[torch.Tensor, ...]]:
+    def run(self, model_inputs: Sequence[Mapping[str, Any]], digest: int) -> list[torch.Tensor]:
         """Run a batch forward.
 
         Args:
@@ -210,14 +229,22 @@ class StageRunner:
             digest: a number that is the same on all ranks for calls of the same names and sizes.
 
         Returns:
-            the results of each microbatch on the rank of the last stage; an empty list on other ranks.
+            the results of the batch on the rank of the last stage; an empty list on other ranks.
 
         Raises:
             ClusterError: another rank did not send or receive a tensor within the group's timeout.
             Exception: the exception of this rank's own stage.
         """
+        last, results = self.results, []
+        if last is not None:
+            results = [wire.empty(self.microbatches) for wire in last.program.sent]
+            parts = [
+                result.tensor_split(self.microbatches) if result.dim() else (result,) for result in results
+            ]
+            last.parts = list(zip(*parts, strict=True))
         with torch.no_grad():
-            return self._run_schedule(self.schedule.eval, model_inputs, digest, {})
+            self._run_schedule(self.schedule.eval, model_inputs, digest, {})
+        return results
 
     def spans(self) -> dict[int, list[tuple[float, float]]]:
         """Return stage -> its start and end (``perf_counter``) for each microbatch of the last batch."""
@@ -249,24 +276,23 @@ class StageRunner:
         with torch.enable_grad():
             self._run_schedule(self.schedule.step, model_inputs, digest, numbers)
         self.targets = ()
-        self.take_stay()
         return [loss.detach() for loss in self.losses]
 
     def _run_schedule(
         self, action: Any, model_inputs: Sequence[Mapping[str, Any]], digest: int, targets: Mapping[str, Any]
-    ) -> list[Any]:
+    ) -> None:
         for step in self.steps:
             step.header.fill_(digest)
             step.model_inputs = model_inputs
             step.failed = None
-            step.finished, step.spans = [], []
+            step.finished, step.spans = 0, []
         numbers = torch.arange(self.microbatches)
         first_inputs = [] if self.steps[0].program.index else [numbers]
         later_inputs = {"number": numbers} if self.steps[-1].program.index else {}
         try:
-            with silenced(self.schedule.__module__):  # the schedule prints its steps if one fails
+            # the schedule prints its steps if one fails
+            with silenced(self.schedule.__module__), receive_buffers(self.stages):
                 action(*first_inputs, return_outputs=False, **later_inputs, **targets)
-            return [] if self.results is None else self.results.finished
         except RuntimeError as error:
             failed = next((step.failed for step in self.steps if step.failed is not None), None)
             if failed is not None:
@@ -276,10 +302,8 @@ class StageRunner:
             raise self._no_answer(error) from error
         finally:
             for step, stage in zip(self.steps, self.stages, strict=True):
-                step.model_inputs, step.finished = (), []
+                step.model_inputs, step.parts = (), ()
                 stage.clear_runtime_states()
-            if self.microbatches > 1:
-                self.take_stay()
 
     def _no_answer(self, error: Exception) -> ClusterError:
         step, number = self._next()
@@ -294,7 +318,7 @@ class StageRunner:
 
     def _next(self) -> tuple[_RunningStep, int]:
         """Return the stage that runs forward next, and its microbatch; the first stage if all are done."""
-        done = {step.program.index: len(step.finished) for step in self.steps}
+        done = {step.program.index: step.finished for step in self.steps}
         if len(self.steps) > 1:
             machines = len(self.steps[0].program.ranks) // len(self.steps)
             order = pipeline_order("interleaved", machines, len(self.steps), self.microbatches)

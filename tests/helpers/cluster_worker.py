@@ -9,6 +9,7 @@ import contextlib
 import copy
 import ctypes
 import datetime
+import gc
 import inspect
 import itertools
 import os
@@ -58,13 +59,12 @@ def divided(model: Any, inputs: dict[str, Any], microbatches: int, **options: An
     """The model over all ranks, each with a CPU that would hold the whole."""
     return graphplan.partition(
         model,
-        machines=[{"cpu": "1GiB"}] * dist.get_world_size(),
         kwargs=inputs,
         microbatches=microbatches,
         objective="throughput",
         network=QUICK,
         time_limit=0.3,
-        **{"return_outputs": "all", **options},
+        **{"machines": [{"cpu": "1GiB"}] * dist.get_world_size(), "return_outputs": "all", **options},
     )
 
 
@@ -787,13 +787,95 @@ def grads_of(model: torch.nn.Module, names: Iterable[str]) -> list[torch.Tensor 
     return [model.get_parameter(name).grad for name in names]
 
 
+class AllLayers(torch.nn.Module):
+    """Returns what each of its layers computes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        computed = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            computed.append(x)
+        return tuple(computed)
+
+
+def kept_results() -> None:
+    """The results of a first call, after a second one."""
+    model, x = AllLayers(64).eval(), torch.randn(4, 64)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    placed: Any = graphplan.partition(
+        model, machines=[{"cpu": nbytes * 3 // 4 + 8192}] * 2, args=(x,), network=QUICK, time_limit=0.3
+    )
+    with torch.no_grad():
+        first, expected = placed(x), model(x)
+        placed(torch.randn(4, 64))
+    stages = len(placed.plan.stages)
+    say(f"{stages} stages, differ by {0 if first is None else difference(first, expected):.1e}")
+
+
+def forward_by_1f1b() -> None:
+    """One microbatch, fewer than stages, without a backward pass."""
+    model, x = chain(64), torch.randn(4, 64)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    placed: Any = graphplan.partition(
+        model, machines=[{"cpu": nbytes * 3 // 4 + 8192}] * 2, args=(x,), network=QUICK, time_limit=0.3,
+        schedule="1f1b", return_outputs="all",
+    )  # fmt: skip
+    with torch.no_grad():
+        say(f"{len(placed.plan.stages)} stages, differ by {difference(placed(x), model(x)):.1e}")
+
+
+def results_memory() -> None:
+    """The most bytes of a rank in a forward pass whose results are large, and its plan's peak."""
+    from graphplan.ir.liveness import LiveBytes
+
+    layers = [torch.nn.Linear(128, 128) for _ in range(5)]
+    model, x = torch.nn.Sequential(*layers, torch.nn.Linear(128, 4096)).eval(), torch.randn(256, 128)
+    for results in (True, "all"):
+        placed = divided(model, {"input": x}, 8, machines=[{"cpu": "16MiB"}] * 2, return_outputs=results)
+        with torch.no_grad():
+            placed(x)
+            with LiveBytes([x, *placed.parameters()], in_cpu_memory) as watch:
+                placed(x)
+        held = watch.live.peak + sum(parameter.nbytes for parameter in placed.parameters())
+        planned = placed.plan.peak_bytes[dist.get_rank()]["cpu"]
+        say(f"{len(placed.plan.stages)} stages, peak {held} of {planned}")
+
+
+def sizes_memory() -> None:
+    """Bytes of tensors in the process after calls of one size, and after calls of many."""
+    placed, held = divided(chain(64), {"input": torch.randn(8, 100, 64)}, 4), []
+    with torch.no_grad():
+        for length in range(101, 121):
+            placed(input=torch.randn(8, length, 64))
+            held.append(tensor_bytes())
+    say(f"{len(placed.plan.stages)} stages, grown by {held[-1] - held[1]}")
+
+
+def in_cpu_memory(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
+
+
+def tensor_bytes() -> int:
+    """Bytes of all tensors in CPU memory that Python can reach."""
+    gc.collect()
+    tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.device.type == "cpu"]
+    storages = [one.untyped_storage() for one in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 CASES: dict[str, Callable[..., None]] = {
     "architectures": architectures,
     "closed": closed,
     "differs": differs,
     "fault": fault,
+    "forward_by_1f1b": forward_by_1f1b,
     "generation": generation,
     "interleaved": interleaved,
+    "kept_results": kept_results,
     "no_batches": no_batches,
     "constants": constants,
     "interleaved_more": interleaved_more,
@@ -801,6 +883,8 @@ CASES: dict[str, Callable[..., None]] = {
     "plain": plain,
     "planned": planned_training,
     "profile": profile,
+    "results_memory": results_memory,
+    "sizes_memory": sizes_memory,
     "steps": steps,
     "stopped": stopped,
     "tied": tied,

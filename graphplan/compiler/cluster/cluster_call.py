@@ -20,13 +20,13 @@ from graphplan.runtime.module.result_structure import cache_layouts, rebuilder
 class Wires:
     """The tensors on the network for one microbatch, of the sizes of this microbatch, not of the plan.
 
-    Gradients of the values in ``trained`` are sent back.
+    Gradients of the values in ``trained`` are sent back. The inputs are not kept.
     """
 
     def __init__(self, capture: Capture, micro: BoundCall, trained: Set[str] = frozenset()) -> None:
-        self.trained = trained
-        self.capture, self.inputs = capture, capture.inputs_in(micro)
-        microbatch_sizes = sizes_of_call(capture.graph, capture.inputs, list(self.inputs.values()))
+        self.trained, self.capture = trained, capture
+        inputs = capture.inputs_in(micro)
+        microbatch_sizes = sizes_of_call(capture.graph, capture.inputs, list(inputs.values()))
         self.sizes = {**capture.sizes, **microbatch_sizes}
         self.nodes = {node.name: node for node in capture.graph.nodes}
 
@@ -56,26 +56,29 @@ class Wires:
     def _described(self, name: str) -> Any:
         return describe(self.nodes[name].meta.get("val"), self.sizes)
 
-    def example(self, name: str) -> Any:
-        """Return an input of a stage: one of the model, or an empty tensor of the size it receives."""
-        if name in self.inputs:
-            return self.inputs[name]
-        return torch.empty(self.of(name).shape, dtype=self.of(name).dtype)
-
 
 def rebuild_result(
-    capture: Capture, wires: Wires, results: Mapping[str, torch.Tensor], call: BoundCall
+    wires: Wires,
+    results: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, Any],
+    changed: Mapping[str, Any],
 ) -> Any:
-    """Return the model's result: local values, constants of the trace, zeros for other ranks' values."""
-    flat = []
+    """Return the model's result: local values, constants of the trace, zeros for other ranks' values.
+
+    Args:
+        wires: the tensors on the network.
+        results: the local values by name.
+        inputs: the inputs of the call by name.
+        changed: name -> argument that the call changes, such as caches.
+    """
+    capture, flat = wires.capture, []
     for item in capture.outputs:
         if not isinstance(item, fx.Node):
             flat.append(item)
         elif item.name in results:
             flat.append(results[item.name])
-        elif item.name in wires.inputs:
-            flat.append(capture.inputs_in(call)[item.name])
+        elif item.name in inputs:
+            flat.append(inputs[item.name])
         else:
             flat.append(wires.absent(item.name))
-    given = {name: call.kwargs[name] for name in capture.changed_names}
-    return rebuilder(capture.out_spec, cache_layouts(capture.signature.spec, given))(flat, given)
+    return rebuilder(capture.out_spec, cache_layouts(capture.signature.spec, changed))(flat, changed)

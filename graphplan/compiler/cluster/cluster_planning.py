@@ -286,6 +286,7 @@ class StageSearch:
             objective=cluster.objective,
             lower_bound=bound.seconds,
             proof=FORWARD if flight.train else bound.proof,
+            results_on_all=flight.results_on_all,
         )
         # a bound above the plan's seconds is a bug: it is reported, and dropped
         checked_bound = checked(Bound(plan.lower_bound, plan.proof), plan.seconds)

@@ -162,12 +162,14 @@ def _partial_model(weights: ModelWeights, names: Iterable[str]) -> StageModule:
     return root.eval()
 
 
-def buffer_bytes(received: int, sent: int, flight: Flight, *, last: bool) -> int:
+def buffer_bytes(received: int, sent: int, results: int, flight: Flight, *, last: bool) -> int:
     """Return the bytes of a stage's network buffers: both directions, all microbatches.
 
     A microbatch brings ``received`` bytes, and leaves with ``sent``; nothing comes back to the last stage.
+    If all machines get ``results``, they come after the other buffers are freed.
     """
-    return flight.microbatches * (flight.crossings * received + (1 if last else flight.crossings) * sent)
+    crossing = flight.crossings * received + (1 if last else flight.crossings) * sent
+    return flight.microbatches * max(crossing, results if flight.results_on_all else 0)
 
 
 def with_buffers(topology: Topology, nbytes: int) -> Topology:

@@ -159,7 +159,8 @@ class StagePlacement:
         """Return the bytes of network buffers for sending and receiving, gradients included."""
         source, last = self.source(stretch), stretch.end == len(self.cuts) - 1
         received, sent = (sum(value.nbytes for value in side) for side in (source.receives, source.sends))
-        return buffer_bytes(received, sent, self.flight, last=last)
+        results = int(self.boundaries.crossing_bytes[-1])
+        return buffer_bytes(received, sent, results, self.flight, last=last)
 
     def _reserved_bytes(self, stretch: Stretch) -> dict[DeviceKey, int]:
         """Return device -> bytes that are reserved for other stages of the machine."""

@@ -47,6 +47,7 @@ class ClusterPlanData(Generic[AnyPlan]):
         objective: the seconds of one microbatch (latency) or of a batch (throughput) were minimised.
         lower_bound: on the ``seconds`` of any cuts into contiguous stages.
         proof: the method that proved the bound.
+        results_on_all: whether all machines have room for the results.
     """
 
     stages: tuple[MachineStage[AnyPlan], ...]
@@ -58,6 +59,7 @@ class ClusterPlanData(Generic[AnyPlan]):
     objective: Objective
     lower_bound: float
     proof: str
+    results_on_all: bool = False
 
     @cached_property
     def trains(self) -> bool:
@@ -95,6 +97,7 @@ class ClusterPlanData(Generic[AnyPlan]):
             train=self.trains,
             machines=self.machines,
             stages_per_machine=max(1, each),
+            results_on_all=self.results_on_all,
         )
 
     @cached_property

@@ -20,6 +20,7 @@ class Flight:
         train: whether the backward pass is planned too.
         machines: number of machines; ``"interleaved"`` uses all of them.
         stages_per_machine: for ``"interleaved"``.
+        results_on_all: whether all machines get the results.
     """
 
     microbatches: int = 1
@@ -28,6 +29,7 @@ class Flight:
     train: bool = False
     machines: int = 1
     stages_per_machine: int = 1
+    results_on_all: bool = False
 
     def kept(self, after: int) -> int:
         """Return how many microbatches' activations a stage keeps at once, if ``after`` stages follow it."""

@@ -1,0 +1,47 @@
+"""Calls of a model on two ranks of a gloo group on loopback: results, schedules and memory."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from ranks import Ranks, said, said_by_case
+
+CASES = "kept_results -- forward_by_1f1b -- results_memory -- sizes_memory"
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, list[str]]]:
+    """By rank, the lines that two ranks say in each case: processes are started once for all."""
+    with Ranks(2, *CASES.split()) as group:
+        outputs = group.outputs()
+    return [{case: said(text) for case, text in said_by_case(output).items()} for output in outputs]
+
+
+def test_results_after_a_second_call_are_unchanged(ranks: list[dict[str, list[str]]]) -> None:
+    for cases in ranks:
+        (line,) = cases["kept_results"]
+        assert line.startswith("2 stages")
+        assert float(line.split()[-1]) < 1e-5, line
+
+
+def test_forward_pass_by_1f1b_needs_no_more_microbatches(ranks: list[dict[str, list[str]]]) -> None:
+    for cases in ranks:
+        (line,) = cases["forward_by_1f1b"]
+        assert line.startswith("2 stages")
+        assert float(line.split()[-1]) < 1e-5, line
+
+
+def test_large_results_on_each_rank_keep_budgets(ranks: list[dict[str, list[str]]]) -> None:
+    for cases in ranks:
+        for line in cases["results_memory"]:
+            stages, peak, planned = map(int, re.findall(r"\d+", line))
+            assert stages == 2
+            assert peak <= planned <= 16 << 20, line
+
+
+def test_calls_of_many_sizes_keep_no_buffers(ranks: list[dict[str, list[str]]]) -> None:
+    for cases in ranks:
+        (line,) = cases["sizes_memory"]
+        assert line.startswith("2 stages")
+        assert int(line.split()[-1]) < 8 * 120 * 64 * 4, line  # one batch
