@@ -27,13 +27,13 @@ def meant_unit(name: str, nbytes: int) -> str:
     return f"{name} is {nbytes} bytes: write '{nbytes}GiB' for as many GiB" if 0 < nbytes < 1 << 10 else ""
 
 
-def first_line(error: BaseException, most: int = 200) -> str:
-    """Return the class of an error and the first line of its message, cut to ``most`` characters.
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """Return the class of an error and the first line of its message, cut to ``limit`` characters.
 
     Further lines are left out because torch lists all its backends there.
     """
     text = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {text if len(text) <= most else text[: most - 3] + '...'}"
+    return f"{type(error).__name__}: {text if len(text) <= limit else text[: limit - 3] + '...'}"
 
 
 def one_line(error: BaseException) -> str:

@@ -72,12 +72,12 @@ class _ThisThread:
 
 
 @contextmanager
-def silenced(*names: str, below: int = logging.CRITICAL) -> Iterator[None]:
+def silenced(*names: str, level: int = logging.CRITICAL) -> Iterator[None]:
     """Context manager that drops this thread's records below a level of these loggers and their children."""
     thread = threading.get_ident()
 
     def audible(record: logging.LogRecord) -> bool:
-        return record.thread != thread or record.levelno >= below or not _is_below(record.name, names)
+        return record.thread != thread or record.levelno >= level or not _is_below(record.name, names)
 
     handlers = list(_handlers(names))
     for handler in handlers:

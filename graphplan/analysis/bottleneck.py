@@ -99,7 +99,7 @@ def _fastest(search: _Search) -> Growth | None:
         seconds = sum(
             one.call_weight * call_seconds(one.graph, topology, one.schedule) for one in search.plan.calls
         )
-        growths.append(Growth(resource, devices, (), 0, seconds, now - seconds))
+        growths.append(Growth(resource, devices, (), increase=0, makespan=seconds, gain=now - seconds))
     useful = (growth for growth in growths if growth.gain > _WORTH * now)
     return max(useful, key=lambda growth: growth.gain, default=None)
 
@@ -155,7 +155,7 @@ class _Search:
     ) -> Growth:
         gain = 0.0 if placed is None else self.now - placed.seconds
         gain = gain if gain > _SAME * self.now and not self._is_free(placed) else 0.0
-        return Growth(resource, devices, like, 0, self.now - gain, gain)
+        return Growth(resource, devices, like, increase=0, makespan=self.now - gain, gain=gain)
 
     def _is_free(self, other: _Placements | None) -> bool:
         """Whether letting weights of earlier plans move, on unmodified devices, saves as much."""

@@ -139,7 +139,7 @@ def explain(plan: PlanData, name: str) -> Explanation:
     devices, homes = plan.schedule.assignment.operations, plan.schedule.assignment.weights
     working = [op for op in operations if not graph.operations[op].host_only]
     kind = "weight" if weight is not None else "operation" if name in graph.operations else "module"
-    analysis = RelocationAnalysis(plan, name, kind, owned, operations)
+    analysis = RelocationAnalysis(plan, name, kind, owned=owned, operations=operations)
     problem = constrained_problem(plan)
     forward = [op for op in working if plan.graph.trains and not graph.operations[op].backward]
     seconds = {op: problem.seconds(graph.operations[op], plan.topology[devices[op]]) for op in working}
@@ -179,7 +179,9 @@ def stage_reasons(plan: PlanData) -> dict[int, dict[DeviceKey, str]]:
     reasons: dict[int, dict[DeviceKey, str]] = {}
     for stage in longest[: min(_MOST, _EFFORT // max(1, effort_per_stage))]:
         owned = only_read_by(plan.graph, stage.operations)
-        analysis = RelocationAnalysis(plan, f"stage {stage.index}", "stage", owned, stage.operations)
+        analysis = RelocationAnalysis(
+            plan, f"stage {stage.index}", "stage", owned=owned, operations=stage.operations
+        )
         others = (key for key in computing if key != stage.device)
         reasons[stage.index] = {key: _reason(plan, analysis.alternative_on(key)) for key in others}
     return reasons

@@ -27,8 +27,8 @@ def seconds_with_room(plan: PlanData) -> float:
 
 def slowness(plan: PlanData) -> float:
     """Return the ratio of a forward pass's time to its time with enough memory."""
-    least = seconds_with_room(plan)
-    return plan.makespan / least if least else 1.0
+    seconds = seconds_with_room(plan)
+    return plan.makespan / seconds if seconds else 1.0
 
 
 def lacks_room(plan: PlanData) -> bool:

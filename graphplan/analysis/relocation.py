@@ -122,7 +122,7 @@ class RelocationAnalysis:
             return Alternative(key, here=False, possible=False, obstacle=f"{key!r} runs no operations")
         if self._is_here(key):
             return self._here(key)
-        outcomes = [self._judge(key, home, moves=moves) for moves, home in self._modes(key)]
+        outcomes = [self._evaluate(key, home, moves=moves) for moves, home in self._modes(key)]
         best = min(outcomes, key=lambda o: (sum(o.excess.values()), o.seconds))
         slower = best.seconds - plan.weighted_makespan
         rule = self._rule(key)
@@ -180,7 +180,7 @@ class RelocationAnalysis:
 
     def _modes(self, key: DeviceKey) -> Iterator[tuple[bool, DeviceKey | None]]:
         """Yield (whether operations move, new home of the weights or None if they stay)."""
-        if self.kind != "weight" and self._settled(key):
+        if self.kind != "weight" and self._fixed_elsewhere(key):
             yield True, None
             return
         yield True, key
@@ -194,33 +194,33 @@ class RelocationAnalysis:
             if cpu is not None and cpu != key:
                 yield True, cpu
 
-    def _settled(self, key: DeviceKey) -> list[str]:
+    def _fixed_elsewhere(self, key: DeviceKey) -> list[str]:
         """Return those of its weights that an earlier plan, or a pin of their own, keeps elsewhere."""
         graph = self.plan.graph
         pinned = {w.name: k for n, k in self.plan.constraints.pin.items() if (w := graph.weight_named(n))}
         fixed = {**self.plan.fixed_weights, **pinned}
         return [name for name in self.owned if fixed.get(name, key) != key]
 
-    def _judge(self, key: DeviceKey, home: DeviceKey | None, *, moves: bool) -> _Outcome:
+    def _evaluate(self, key: DeviceKey, home: DeviceKey | None, *, moves: bool) -> _Outcome:
         moved = []
-        for one in self.calls:
-            graph, assignment = one.plan.graph, one.plan.schedule.assignment
+        for call in self.calls:
+            graph, assignment = call.plan.graph, call.plan.schedule.assignment
             devices, homes = dict(assignment.operations), dict(assignment.weights)
             if moves:
-                devices.update(dict.fromkeys(one.group, key))
+                devices.update(dict.fromkeys(call.group, key))
                 bound = {
                     name
-                    for op in one.group
+                    for op in call.group
                     for name in graph.operations[op].inputs
                     if name in graph.weights and not graph.weights[name].streamable
                 }
                 homes.update(dict.fromkeys(bound, key))
             if home is not None:
                 # operations that move along bring the weights that no others read
-                carried = (*self.owned, *(only_read_by(graph, one.group) if self.along else ()))
+                carried = (*self.owned, *(only_read_by(graph, call.group) if self.along else ()))
                 homes.update((name, home) for name in carried if name in homes)
             moved.append(replace(assignment, operations=devices, weights=homes))
-        return _outcome(self.plan, fit_together([one.problem for one in self.calls], moved))
+        return _outcome(self.plan, fit_together([call.problem for call in self.calls], moved))
 
     def _rule(self, key: DeviceKey) -> str:
         """Return the constraint of the caller, or of an earlier plan, that forbids it; empty if none does."""
@@ -229,16 +229,16 @@ class RelocationAnalysis:
         if pins:
             name = max(pins, key=partial(depth, plan.graph))  # the innermost counts
             return f"pin={{{name!r}: {pins[name]!r}}}"
-        settled = self._settled(key)
-        if settled and self.kind == "weight":
-            return f"an earlier plan put {settled[0]!r} on {plan.fixed_weights[settled[0]]!r}"
+        fixed = self._fixed_elsewhere(key)
+        if fixed and self.kind == "weight":
+            return f"an earlier plan put {fixed[0]!r} on {plan.fixed_weights[fixed[0]]!r}"
         if plan.topology[key].device == CPU and plan.topology.accelerators:
             if not plan.constraints.offload:
                 return "offload=False"
             if not plan.constraints.cpu_compute and self.kind != "weight":
                 return "cpu_compute=False"
-        for one in self.calls:
-            stuck = [op for op in one.group if key not in one.allowed.get(op, plan.topology.keys)]
+        for call in self.calls:
+            stuck = [op for op in call.group if key not in call.allowed.get(op, plan.topology.keys)]
             if stuck and self.kind != "weight":
                 return f"{stuck[0]!r} shares memory with something that must stay where it is"
         return ""
@@ -249,8 +249,8 @@ class RelocationAnalysis:
         if weight is not None:  # its readers may move, and stream it
             bound = self.kind == "weight" or not weight.streamable
             return bound and weight.name in self.owned
-        names = {op.name for one in self.plan.calls for op in one.operations_of(pinned)}
-        inside = any(name in names for one in self.calls for name in one.group)
+        names = {op.name for call in self.plan.calls for op in call.operations_of(pinned)}
+        inside = any(name in names for call in self.calls for name in call.group)
         under = not set(self.owned).isdisjoint(weights_within(graph, pinned))
         return under if self.kind == "weight" else inside or under
 
@@ -266,24 +266,29 @@ class RelocationAnalysis:
         return self.plan.topology[key].device == CPU or (streams and not self.plan.schedule.prefetch_buffers)
 
 
-def _outcome(plan: PlanData, evaluated: Sequence[Evaluation]) -> _Outcome:
-    seconds = sum(one.call_weight * judged.seconds for one, judged in zip(plan.calls, evaluated, strict=True))
+def _outcome(plan: PlanData, evaluations: Sequence[Evaluation]) -> _Outcome:
+    seconds = sum(
+        call.call_weight * evaluation.seconds
+        for call, evaluation in zip(plan.calls, evaluations, strict=True)
+    )
     shortages = [
-        (nbytes, key, judged.peak(key).operation)
-        for judged in evaluated
-        for key, nbytes in judged.excess.items()
+        (nbytes, key, evaluation.peak(key).operation)
+        for evaluation in evaluations
+        for key, nbytes in evaluation.excess.items()
     ]
     shortages.sort(key=lambda shortage: shortage[0])
     excess = {key: nbytes for nbytes, key, _ in shortages}  # the largest of each device
     operation = shortages[-1][2] if shortages else None
-    return _Outcome(tuple(evaluated), seconds, excess, operation)
+    return _Outcome(tuple(evaluations), seconds, excess, operation)
 
 
 def _moved_call(plan: PlanData, operations: Sequence[str]) -> _MovedCall:
     graph, problem = plan.graph, constrained_problem(plan)
-    group = set(operations).union(*(one for one in graph.together if not one.isdisjoint(operations)))
+    group = set(operations).union(*(tied for tied in graph.together if not tied.isdisjoint(operations)))
     ordered = [name for name in graph.operations if name in group]
-    return _MovedCall(plan, replace(problem, allowed={}), problem.allowed, operations, ordered)
+    return _MovedCall(
+        plan, replace(problem, allowed={}), problem.allowed, operations=operations, group=ordered
+    )
 
 
 def _shortage(outcome: _Outcome) -> str:

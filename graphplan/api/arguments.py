@@ -134,7 +134,9 @@ def read_constraints(plan_options: PlanOptions, topology: Topology | None) -> Co
             raise InputError(f"pin must map names to device keys, as {{'lm_head': 0}}, not {name!r}")
     devices = topology.devices if topology is not None else ()
     pins = {name: caller_key(devices, device, "pin") for name, device in (pin or {}).items()}
-    return Constraints(pins, groups, plan_options.offload, plan_options.cpu_compute, plan_options.balance)
+    return Constraints(
+        pins, groups, plan_options.offload, cpu_compute=plan_options.cpu_compute, balance=plan_options.balance
+    )
 
 
 def _pin_sparse(constraints: Constraints, weights: ModelWeights, topology: Topology) -> Constraints:
@@ -199,12 +201,16 @@ def _require_one_optimizer(plan_options: PlanOptions) -> None:
         )
 
 
-def _read_train_outputs(given: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    if given is None:
+def _read_train_outputs(train_outputs: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    if train_outputs is None:
         return None
-    names = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    names = (
+        (train_outputs,)
+        if isinstance(train_outputs, str) or not isinstance(train_outputs, Iterable)
+        else tuple(train_outputs)
+    )
     if not names or not all(isinstance(name, str) for name in names):
-        raise InputError(f"train_outputs must be names of results, such as 'loss', not {given!r}")
+        raise InputError(f"train_outputs must be names of results, such as 'loss', not {train_outputs!r}")
     return names
 
 

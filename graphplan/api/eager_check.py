@@ -28,11 +28,11 @@ def _eager_result(model: nn.Module, call: BoundCall, *, keep_grad: bool) -> Any:
     shell = copy_to_run(model, memo)
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
-    def here(leaf: Any) -> Any:
+    def to_device(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
     with torch.set_grad_enabled(keep_grad), tensors_restored(model):
-        args, kwargs = map_leaves(here, copied_arguments(call))
+        args, kwargs = map_leaves(to_device, copied_arguments(call))
         return method_of(shell, call.entry)(*args, **kwargs)
 
 

@@ -315,8 +315,8 @@ def partition_machines(
         request,
         example.compiler.captures,
         cluster,
-        cluster_plan,
-        source,
+        plan=cluster_plan,
+        source=source,
         divided=divided_in(example.call) if example.microbatches > 1 else {},
     )
     return builder.build(annotator)

@@ -173,8 +173,9 @@ class Placer:
         return self._hooked(model, model_copy, calls, failed)
 
     def _checked(self, model: nn.Module, placed: nn.Module, calls: Sequence[BoundCall]) -> nn.Module:
-        for call in calls if self.check else ():
-            require_equal(model, placed, call)
+        if self.check:
+            for call in calls:
+                require_equal(model, placed, call)
         return placed
 
     def _hooked(
@@ -203,7 +204,14 @@ class Placer:
         committed = Commitments(None if self.homes is None else dict(self.homes), assignment)
         if self.hooked_plan is not None:
             committed.plans.append(self.hooked_plan)
-        return Compiler(model_copy, self.topology, self.options, committed, mappable, self.plan)
+        return Compiler(
+            model_copy,
+            self.topology,
+            self.options,
+            committed=committed,
+            mappable=mappable,
+            given_plan=self.plan,
+        )
 
     @property
     def _step(self) -> Differentiation | None:
@@ -213,8 +221,8 @@ class Placer:
     @property
     def _may_move(self) -> bool:
         """Whether weights may move later: no plan of the caller, hooks, disk or autograd fixes them."""
-        settled = self.plan is not None or self.hooked_plan is not None or DISK in self.topology
-        return not (settled or self.options.grad or self.options.training is not None)
+        fixed = self.plan is not None or self.hooked_plan is not None or DISK in self.topology
+        return not (fixed or self.options.grad or self.options.training is not None)
 
     def attached(
         self,

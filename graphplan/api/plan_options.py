@@ -175,36 +175,36 @@ def shows_options(function: _Function) -> _Function:
     return function
 
 
-def read_options(function: Callable[..., Any], given: Mapping[str, Any]) -> PlanOptions:
+def read_options(function: Callable[..., Any], options: Mapping[str, Any]) -> PlanOptions:
     """Return the options that a function was called with; raise TypeError as :func:`require_known`."""
-    require_known(inspect.signature(function).parameters, given, function.__name__)
-    return PlanOptions(**given)
+    require_known(inspect.signature(function).parameters, options, function.__name__)
+    return PlanOptions(**options)
 
 
-def require_known(known: Collection[str], given: Iterable[str], called: str) -> None:
+def require_known(known: Collection[str], names: Iterable[str], function_name: str) -> None:
     """Raise TypeError for an argument that a function does not take; the message says what to write.
 
     Args:
         known: the names that it takes.
-        given: names of arguments.
-        called: name of the function that the caller called.
+        names: names of arguments.
+        function_name: name of the function that the caller called.
     """
-    for name in given:
+    for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {close[0]!r}?" if close else ""
             hint = hint or f"an input of the model goes into kwargs={{{name!r}: ...}}"
             hint = "it is an argument of partition" if name in _ONLY_IN_PARTITION else hint
             hint = _ELSEWHERE.get(name, hint)
-            raise TypeError(f"{called}() got an unexpected keyword argument {name!r}; {hint}")
+            raise TypeError(f"{function_name}() got an unexpected keyword argument {name!r}; {hint}")
 
 
-def refuse_with_machines(plan_options: PlanOptions, **given: object) -> None:
+def refuse_with_machines(plan_options: PlanOptions, **arguments: object) -> None:
     """Raise InputError for an argument that ``machines=`` does not allow."""
     refused = {name: getattr(plan_options, name) for name in _NOT_WITH_MACHINES}
     refused |= {"pin": plan_options.pin or None, "together": plan_options.together or None}
     # gradients of microbatches accumulate
     refused |= {"accumulate_gradients": not plan_options.accumulate_gradients}
-    for name, value in {**refused, **given}.items():
+    for name, value in {**refused, **arguments}.items():
         if value is not None and value is not False:
             raise InputError(f"machines= does not go with {name}=: leave one of them out")

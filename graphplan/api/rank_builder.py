@@ -292,8 +292,8 @@ class RankBuilder:
                 stage.index,
                 stage.placed,
                 source.cut.trace,
-                source.cut.inputs,
-                source.cut.outputs,
+                inputs=source.cut.inputs,
+                outputs=source.cut.outputs,
                 received=list(map(wires.of, source.cut.received)),
                 sent=list(map(wires.of, source.cut.sent)),
                 ranks=self._ranks,
@@ -305,9 +305,9 @@ class RankBuilder:
             programs,
             1 if caches_stay else self.plan.microbatches,
             self.traffic,
-            self.group,
-            self.plan.schedule,
-            loss,
+            group=self.group,
+            schedule=self.plan.schedule,
+            loss=loss,
             caches_stay=caches_stay,
         )
 

@@ -75,10 +75,10 @@ def run_demo() -> DemoResult:
             placed.plan,
             not has_accelerators,
             SENTENCES,
-            embedded @ embedded.T,
-            float((embedded - expected).abs().max()),
-            placed.graphplan.profile(**inputs).peak_bytes,
-            (name, str(tensor.device)),
+            similarity=embedded @ embedded.T,
+            difference=float((embedded - expected).abs().max()),
+            measured_peak_bytes=placed.graphplan.profile(**inputs).peak_bytes,
+            offloaded=(name, str(tensor.device)),
         )
 
 

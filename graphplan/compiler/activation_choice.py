@@ -57,24 +57,24 @@ def place_step(state: CompileState) -> list[Choice]:
     if len(state.members) > 1 or state.members[0].annotator.capture.step is None:
         return place_whole_or_sliced(state)
     search = _SavingsSearch(state)
-    lacking: InfeasibleError | None = None
+    failure: InfeasibleError | None = None
     for trial in search.trials():
         try:
             return search.place(trial)
         except InfeasibleError as error:  # with its transfers, operations need more memory
-            lacking = lacking or error.with_traceback(None)
-    assert lacking is not None
-    raise lacking
+            failure = failure or error.with_traceback(None)
+    assert failure is not None
+    raise failure
 
 
 class _SavingsSearch:
-    """The search for how much a training step, the only member of the state, saves.
+    """The search for the values that a training step, the only member of the state, saves.
 
     Attributes:
         tried: number of segments that save less -> its trial.
         missing: the same number -> bytes that its step lacks, as in :meth:`_missing_bytes`.
-        least: operation -> its least seconds on any device.
-        devices: should hold the step: all accelerators, or the fastest if all together hold it unchanged.
+        fastest: operation -> its seconds on its fastest device.
+        devices: devices that should hold the step: all accelerators, or the fastest if all hold it unchanged.
     """
 
     def __init__(self, state: CompileState) -> None:
@@ -82,8 +82,8 @@ class _SavingsSearch:
         self.tried: dict[int, Trial] = {}
         self.missing: dict[int, int] = {}
         self.problem = self.state.formulation.constrained(self.member)
-        self.least = _least_seconds(self.problem)
-        self.least_seconds = sum(self.least.values())
+        self.fastest = _least_seconds(self.problem)
+        self.least_seconds = sum(self.fastest.values())
         options, topology = state.formulation.options, self.problem.topology
         assert options.training is not None
         self.devices = topology.accelerators or topology.computing
@@ -177,14 +177,14 @@ class _SavingsSearch:
         return not any(run.device == cpu for run in best.schedule.runs())
 
     def _useful_count(self, items: Sequence[Item]) -> int:
-        """Return how many of the cheapest items still allow a step faster than the unchanged one."""
-        most, seconds = 0, self.least_seconds
+        """Return the number of cheapest items with which the step may be faster than the unchanged one."""
+        count, seconds = 0, self.least_seconds
         for item in sorted_by_price(items):
             seconds += item.seconds
             if seconds >= self.tried[0].seconds:
                 break
-            most += 1
-        return most
+            count += 1
+        return count
 
     def _search(self, items: Sequence[Item]) -> None:
         """Recompute every block; then try the count that should fit, and counts next to the best one.
@@ -193,14 +193,14 @@ class _SavingsSearch:
         free more. A large step that streams weights has slow trials: it skips these, and tries fewer counts.
         Once the fastest trial is on the accelerators alone, further trials use no CPU memory either.
         """
-        most, streams = len(items), self.tried[0].evaluation is not None
+        segment_count, streams = len(items), self.tried[0].evaluation is not None
         self.missing[0] = self._missing_bytes(self.problem)
-        savings, again = self.every_block()
-        if again and self.least_seconds + again < self.tried[0].seconds:
-            self._try(most, savings)
-        if not self._resides and (not streams or (most in self.tried and not self.large)):
-            self._try(most, cheapest(items, most))
-        if self.missing.get(most, 0) > 0 and self._best.evaluation is None:
+        savings, recompute_seconds = self.every_block()
+        if recompute_seconds and self.least_seconds + recompute_seconds < self.tried[0].seconds:
+            self._try(segment_count, savings)
+        if not self._resides and (not streams or (segment_count in self.tried and not self.large)):
+            self._try(segment_count, cheapest(items, segment_count))
+        if self.missing.get(segment_count, 0) > 0 and self._best.evaluation is None:
             return
         useful, tries = self._useful_count(items), _STEPS
         if streams and self.large and not self._resides:
@@ -236,7 +236,7 @@ class _SavingsSearch:
         """
         segments = segments_of(self.member.annotator.capture) if self.recomputes else []
         numbered = [segment for segment in segments if segment.path.rpartition(".")[2].isdigit()]
-        blocks = items_of(numbered or segments, self.problem.graph, self.least.__getitem__, None)
+        blocks = items_of(numbered or segments, self.problem.graph, self.fastest.__getitem__, None)
         paths = dict.fromkeys(block.path for block in blocks)
         return Savings(fully=tuple(paths)), sum(block.seconds for block in blocks)
 
@@ -251,7 +251,7 @@ class _SavingsSearch:
         if self.tried and self._resides:
             problem = accelerators_alone(problem) or problem
         trial = Trial(member, probe(problem, deadline=self.state.limits.deadline, climbs=True))
-        self.tried[count] = min(trial, self.tried.get(count, trial), key=lambda each: each.seconds)
+        self.tried[count] = min(trial, self.tried.get(count, trial), key=lambda candidate: candidate.seconds)
 
     def _missing_bytes(self, problem: Problem) -> int:
         """Return the bytes by which the step's peak on one device exceeds the room of all ``devices``."""
@@ -260,20 +260,20 @@ class _SavingsSearch:
         return peak.nbytes - sum(spec.room for spec in self.devices)
 
 
-def next_count(seconds: Mapping[int, float], guess: int, most: int) -> int:
+def next_count(seconds: Mapping[int, float], guess: int, largest: int) -> int:
     """Return the guess if it is next to the best count, else a count towards the more promising side.
 
     Args:
         seconds: count that was tried (0 is one) -> seconds; infinite where nothing fits, as with too few.
         guess: count that should free enough bytes.
-        most: largest count that may be faster.
+        largest: largest count that may be faster.
 
     Returns:
         a count that was tried if none is left; the guess if nothing fits, since CPU memory may lack too.
 
     Source: golden-section search (Kiefer, 1953), of a function that falls and then rises.
     """
-    counts = sorted({*seconds, most} if most > max(seconds) else seconds)
+    counts = sorted({*seconds, largest} if largest > max(seconds) else seconds)
     best = min(counts, key=lambda count: seconds.get(count, math.inf))
     index = counts.index(best)
     neighbours = counts[max(0, index - 1) : index] + counts[index + 1 : index + 2]
@@ -304,15 +304,15 @@ def _least_seconds(problem: Problem) -> dict[str, float]:
     graph, host = problem.graph, problem.host
     computing = problem.topology.computing
     returned = set(graph.outputs) if problem.returns_to_host else set()
-    least = dict[str, float]()
+    seconds = dict[str, float]()
     for name, operation in graph.operations.items():
         sizes = [graph.values[n].copy_bytes for n in operation.outputs if n in returned]
-        least[name] = min(
+        seconds[name] = min(
             problem.clock(spec)[name]
             + sum(problem.topology.link(spec.key, host).seconds(n) for n in sizes if spec.key != host)
             for spec in computing
         )
-    return least
+    return seconds
 
 
 def member_with(member: Member, savings: Savings) -> Member:

@@ -81,8 +81,10 @@ def _backward_of(captured: Capture, step: TrainingStep, graph: Graph, code: torc
         code,
         step.differentiated,
         tuple(step.input_gradients.values()),
-        tuple(name for name in graph.weights if name in read),
-        tuple(name for name in map(constant_attribute, captured.attributes or ()) if name in read),
+        weights=tuple(name for name in graph.weights if name in read),
+        attribute_constants=tuple(
+            name for name in map(constant_attribute, captured.attributes or ()) if name in read
+        ),
         others=step.others,
     )
 

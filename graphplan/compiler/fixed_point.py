@@ -21,14 +21,14 @@ from graphplan.passes.placement.driver import holds_for
 from graphplan.passes.placement.evaluate import Evaluation
 from graphplan.warnings import warn
 
-_ROUNDS = 4  # most placements, each with the bytes that the transfers of the one before cause
+_ROUNDS = 4  # placements at most, each with the bytes of the previous one's transfers
 _NOT_ON_DISK = (
     "with calls= no weight is left on 'disk'; give the most important example inputs alone to use it"
 )
 
 
 def place_calls(state: CompileState, known: Sequence[Solution] | None = None) -> list[Choice]:
-    """Place the calls over one placement of weights; the first round takes ``known`` in place of a search.
+    """Place the calls over one placement of weights; ``known`` solutions replace the first search.
 
     The graphs are those of the returned placement: their bytes are exact.
 
@@ -52,24 +52,31 @@ def place_calls(state: CompileState, known: Sequence[Solution] | None = None) ->
             for member, solution in zip(members, solutions, strict=True)
         ]
         exact = [_with_graph(call, graph) for call, graph in zip(calls, graphs, strict=True)]
-        again = fit_together([call.with_homes({}) for call in exact], warm_starts)
-        if all(evaluation.feasible for evaluation in again):
-            return _chosen(members, exact, again, bounds)
+        refitted = fit_together([call.with_homes({}) for call in exact], warm_starts)
+        if all(evaluation.feasible for evaluation in refitted):
+            return _chosen(members, exact, refitted, bounds)
         bounded = [upper_bound_graph(old.problem.graph, new) for old, new in zip(calls, graphs, strict=True)]
         calls = [_with_graph(call, graph) for call, graph in zip(calls, bounded, strict=True)]
-    last = [solution.evaluation for solution in _place(state, calls, warm_starts)]
-    return _chosen(members, calls, last, bounds)
+    evaluations = [solution.evaluation for solution in _place(state, calls, warm_starts)]
+    return _chosen(members, calls, evaluations, bounds)
 
 
 def _chosen(
-    members: Sequence[Member], calls: Sequence[Call], placed: Sequence[Evaluation], bounds: Sequence[Bound]
+    members: Sequence[Member],
+    calls: Sequence[Call],
+    evaluations: Sequence[Evaluation],
+    bounds: Sequence[Bound],
 ) -> list[Choice]:
     """Return the choices, with the bounds of the first round as far as they hold for these placements."""
     return [
         Choice(
-            member, call, certify(one, bound if holds_for(bound.scope, call.with_homes({}), one) else Bound())
+            member,
+            call,
+            certify(
+                evaluation, bound if holds_for(bound.scope, call.with_homes({}), evaluation) else Bound()
+            ),
         )
-        for member, call, one, bound in zip(members, calls, placed, bounds, strict=True)
+        for member, call, evaluation, bound in zip(members, calls, evaluations, bounds, strict=True)
     ]
 
 

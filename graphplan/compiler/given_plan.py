@@ -27,7 +27,7 @@ def place_as_planned(state: CompileState, plan: PlanData) -> list[Choice]:
     plans = plan.calls
     if len(plans) != len(state.members):
         raise PlanError(f"the plan is of {len(plans)} example calls, not of {len(state.members)}: see calls=")
-    members = [_as_planned(member, one) for member, one in zip(state.members, plans, strict=True)]
+    members = [_as_planned(member, call_plan) for member, call_plan in zip(state.members, plans, strict=True)]
     state = replace(state, members=members)
     return [_chosen(state, *pair) for pair in zip(members, plans, strict=True)]
 
@@ -40,7 +40,7 @@ def _as_planned(member: Member, plan: PlanData) -> Member:
 
 
 def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:
-    formulation, together = state.formulation, [each.annotator.capture for each in state.members]
+    formulation, together = state.formulation, [other.annotator.capture for other in state.members]
     plain = formulation.plain(member, together)
     if plain.graph.operations.keys() != plan.graph.operations.keys():
         _refuse(plan.graph, plain.graph)
@@ -52,35 +52,35 @@ def _chosen(state: CompileState, member: Member, plan: PlanData) -> Choice:
     evaluation = evaluate(problem, plan.schedule.assignment)
     _require_room(evaluation)
     call = Call(problem, plan.constraints, member.weight)
-    rooms = zip(problem.topology.devices, plan.topology.devices, strict=True)
-    holds = agreed is plan.graph and all(here.room <= planned.room for here, planned in rooms)
+    specs = zip(problem.topology.devices, plan.topology.devices, strict=True)
+    holds = agreed is plan.graph and all(spec.room <= planned_spec.room for spec, planned_spec in specs)
     bound = Bound(plan.lower_bound, plan.proof) if holds else Bound(0.0, "made for other devices or budgets")
     return Choice(member, call, certify(evaluation, bound))
 
 
-def _agreed(planned: Graph, here: Graph) -> Graph | None:
-    """Return the planned graph if this model's is equal, else one that holds here if only kernels differ.
+def _agreed(planned: Graph, current: Graph) -> Graph | None:
+    """Return the planned graph if this model's is equal, else one for this machine if only kernels differ.
 
     Return None otherwise. The plan may be for other devices, whose kernels copy other values or need other
     workspace, which is measured only on devices of this machine. The optimizer's traffic is as planned.
     """
     traffic = {name: weight.step_traffic for name, weight in planned.weights.items()}
-    weights = [replace(w, step_traffic=traffic.get(w.name, w.step_traffic)) for w in here.weights.values()]
-    here = here.changed(weights=weights)
-    if planned == here:
+    weights = [replace(w, step_traffic=traffic.get(w.name, w.step_traffic)) for w in current.weights.values()]
+    current = current.changed(weights=weights)
+    if planned == current:
         return planned
-    if _kinds(planned) != _kinds(here):
-        return here if _computed(planned) == _computed(here) else None
-    return upper_bound_graph(planned, here) if _unmeasured(planned) == _unmeasured(here) else None
+    if _measured_types(planned) != _measured_types(current):
+        return current if _computed(planned) == _computed(current) else None
+    return upper_bound_graph(planned, current) if _unmeasured(planned) == _unmeasured(current) else None
 
 
 def _unmeasured(graph: Graph) -> Graph:
     return graph.changed(operations=[replace(one, workspace={}) for one in graph.operations.values()])
 
 
-def _kinds(graph: Graph) -> set[str]:
+def _measured_types(graph: Graph) -> set[str]:
     """Return the device types for which workspaces are known."""
-    return {kind for one in graph.operations.values() for kind in one.workspace}
+    return {device_type for one in graph.operations.values() for device_type in one.workspace}
 
 
 def _computed(graph: Graph) -> tuple[object, ...]:
@@ -99,8 +99,10 @@ def _require_room(evaluation: Evaluation) -> None:
         )
 
 
-def _refuse(planned: Graph, here: Graph) -> NoReturn:
-    difference = graph_difference(here, planned, ("the model", "the plan")) or next(_details(planned, here))
+def _refuse(planned: Graph, current: Graph) -> NoReturn:
+    difference = graph_difference(current, planned, ("the model", "the plan")) or next(
+        _details(planned, current)
+    )
     raise PlanError(
         f"the plan is of another graph: {difference}. Give partition the model, the example inputs, "
         "max_batch= and max_length=, the optimizer of a training step (train=), and the versions of torch "
@@ -108,19 +110,19 @@ def _refuse(planned: Graph, here: Graph) -> NoReturn:
     )
 
 
-def _details(planned: Graph, here: Graph) -> Iterator[str]:
+def _details(planned: Graph, current: Graph) -> Iterator[str]:
     """Yield the other differences: inputs of operations, results, bytes of weights, all else."""
     for name, operation in planned.operations.items():
-        now = here.operations.get(name)
-        if now is not None and now.inputs != operation.inputs:
-            planned_inputs, inputs = ", ".join(operation.inputs), ", ".join(now.inputs)
+        own = current.operations.get(name)
+        if own is not None and own.inputs != operation.inputs:
+            planned_inputs, inputs = ", ".join(operation.inputs), ", ".join(own.inputs)
             yield f"{name!r} reads {planned_inputs}, but {inputs} in the model"
-    if planned.outputs != here.outputs:
-        outputs = ", ".join(here.outputs)
+    if planned.outputs != current.outputs:
+        outputs = ", ".join(current.outputs)
         yield f"its results are {', '.join(planned.outputs)}, but those of the model are {outputs}"
     for name, weight in planned.weights.items():
-        own = here.weights.get(name)
-        if own is not None and own.held_bytes != weight.held_bytes:
+        own_weight = current.weights.get(name)
+        if own_weight is not None and own_weight.held_bytes != weight.held_bytes:
             planned_bytes = f"{weight.held_bytes} bytes with gradients and optimizer state"
-            yield f"{name!r} takes {planned_bytes}, but {own.held_bytes} in the model"
+            yield f"{name!r} takes {planned_bytes}, but {own_weight.held_bytes} in the model"
     yield "operations take other bytes or FLOPs"

@@ -189,11 +189,11 @@ class Compiler:
         Calls of one structure count as one, with the sum of their weights. ``advise`` as in :class:`Limits`.
         """
         members: dict[tuple[int, DeviceKey], Member] = {}
-        for one in calls:
-            annotator = self.captures.annotated(one.call)
-            key = id(annotator), host_key(self.topology, one.call)
-            before = members[key].weight if key in members else 0.0
-            members[key] = Member(annotator, one.call, before + one.weight)
+        for weighted in calls:
+            annotator = self.captures.annotated(weighted.call)
+            key = id(annotator), host_key(self.topology, weighted.call)
+            earlier = members[key].weight if key in members else 0.0
+            members[key] = Member(annotator, weighted.call, earlier + weighted.weight)
         limits = replace(Limits.within(self.options.time_limit), advises=advise)
         plans = self._place(list(members.values()), limits)
         first = replace(plans[0].plan, others=tuple(planned.plan for planned in plans[1:]))
@@ -201,10 +201,10 @@ class Compiler:
 
     def plan_and_commit(self, calls: Sequence[WeightedCall], *, advise: bool = True) -> Sequence[Planned]:
         """Plan calls as in :meth:`plan_together`, and commit the plans."""
-        planned = self.plan_together(calls, advise=advise)
-        for one in planned:
-            self.commit(one)
-        return planned
+        plans = self.plan_together(calls, advise=advise)
+        for plan in plans:
+            self.commit(plan)
+        return plans
 
     def pose(self, call: BoundCall) -> Problem:
         """Return the problem that a plan of a call has to solve, with weights where earlier plans put them.

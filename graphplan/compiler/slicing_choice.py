@@ -76,7 +76,7 @@ def _whole_or_crowded(state: CompileState) -> list[Choice]:
     solution = whole[0].solution
     if solution.evaluation.seconds <= _HOPE * solution.bound.seconds or state.limits.over:
         return whole
-    sliced = _best_slicing(state, share=_CROWDED, most=_FEW)
+    sliced = _best_slicing(state, share=_CROWDED, max_weights=_FEW)
     if sliced is None or sliced.seconds > _HOPE * solution.evaluation.seconds:
         return whole
     with suppress(InfeasibleError):
@@ -84,10 +84,10 @@ def _whole_or_crowded(state: CompileState) -> list[Choice]:
     return whole
 
 
-def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None = None) -> Trial | None:
+def _best_slicing(state: CompileState, *, share: float = 1.0, max_weights: int | None = None) -> Trial | None:
     """Return the fastest probe with oversized weights in parts; None if no number of parts fits.
 
-    Return None also if there are more than ``most`` such weights.
+    Return None also if there are more than ``max_weights`` such weights.
     """
     formulation, (member,) = state.formulation, state.members
     capture, weights = member.annotator.capture, member.annotator.weights
@@ -97,11 +97,11 @@ def _best_slicing(state: CompileState, *, share: float = 1.0, most: int | None =
     if problem.graph.held_bytes > sum(spec.room for spec in problem.topology.devices):
         return None  # slicing frees nothing: the whole stays in memory, parts on accelerators are copies
     oversized = [
-        each
-        for each in _find_oversized(problem, _named(formulation), share)
-        if is_sliceable(capture, each.weight.name) and weights.has_rows(each.weight.name)
+        candidate
+        for candidate in _find_oversized(problem, _named(formulation), share)
+        if is_sliceable(capture, candidate.weight.name) and weights.has_rows(candidate.weight.name)
     ]
-    if most is not None and len(oversized) > most:
+    if max_weights is not None and len(oversized) > max_weights:
         return None
     best: Trial | None = None
     for parts in _offered_parts(oversized):
@@ -184,10 +184,10 @@ def _find_oversized(problem: Problem, named: Collection[str], share: float) -> l
             continue
         if all(_is_gathered_on_cpu(problem, reader, weight) for reader in readers):
             continue
-        rooms = [_room_for_weight(problem.graph, reader, weight, accelerators) for reader in readers]
+        available = [_room_for_weight(problem.graph, reader, weight, accelerators) for reader in readers]
         fits = any(_fits_in_parts(problem.graph, reader, weight, accelerators) for reader in readers)
-        if fits and weight.nbytes > share * min(rooms):
-            room = max(int(share * min(rooms)), ALIGNMENT)
+        if fits and weight.nbytes > share * min(available):
+            room = max(int(share * min(available)), ALIGNMENT)
             oversized.append(_Oversized(weight, max(2, math.ceil(weight.nbytes / room))))
     return oversized
 
@@ -242,5 +242,9 @@ def _parts(weight: Weight, count: int) -> list[Part]:
     """Return about ``count`` parts that begin at aligned bytes, of equally many rows but for the last."""
     rows = weight.shape[0]
     step = ALIGNMENT // math.gcd(ALIGNMENT, weight.nbytes // rows)
-    each = math.ceil(rows / min(count, _MOST, rows) / step) * step
-    return [Part(weight.name, at, min(at + each, rows)) for at in range(0, rows, each)] if each < rows else []
+    rows_per_part = math.ceil(rows / min(count, _MOST, rows) / step) * step
+    return (
+        [Part(weight.name, at, min(at + rows_per_part, rows)) for at in range(0, rows, rows_per_part)]
+        if rows_per_part < rows
+        else []
+    )

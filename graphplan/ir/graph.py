@@ -211,8 +211,10 @@ class Graph:
     def device_inputs(self) -> dict[str, tuple[str, ...]]:
         """Operation -> the tensors that it needs on its device; none if it reads only their sizes."""
         return {
-            one.name: () if one.host_only else tuple(n for n in one.inputs if n not in self.not_tensors)
-            for one in self.operations.values()
+            operation.name: ()
+            if operation.host_only
+            else tuple(n for n in operation.inputs if n not in self.not_tensors)
+            for operation in self.operations.values()
         }
 
     @cached_property
@@ -220,10 +222,10 @@ class Graph:
         """Operation -> its inputs that are weights or views of weights, if it has any."""
         of_weights = {name for name in (*self.weights, *self.values) if self.root(name) in self.weights}
         inputs = {
-            one.name: tuple(name for name in one.inputs if name in of_weights)
-            for one in self.operations.values()
+            operation.name: tuple(name for name in operation.inputs if name in of_weights)
+            for operation in self.operations.values()
         }
-        return {name: touched for name, touched in inputs.items() if touched}
+        return {name: names for name, names in inputs.items() if names}
 
     @cached_property
     def values_kept_after_call(self) -> tuple[str, ...]:

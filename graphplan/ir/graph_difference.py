@@ -29,11 +29,11 @@ def _differences(graph: Graph, other: Graph, called: tuple[str, str]) -> Iterato
 
 
 def _differing_weights(graph: Graph, other: Graph, called: tuple[str, str]) -> Iterator[str]:
-    here, there = _weights_by_name(graph), _weights_by_name(other)
-    for name in sorted(here.keys() ^ there.keys()):
-        yield f"only {called[name not in here]} has the weight {name!r}"
-    for name in (name for name in here if name in there):
-        ours, theirs = (f"{one.dtype}{list(one.shape)}" for one in (here[name], there[name]))
+    first, second = _weights_by_name(graph), _weights_by_name(other)
+    for name in sorted(first.keys() ^ second.keys()):
+        yield f"only {called[name not in first]} has the weight {name!r}"
+    for name in (name for name in first if name in second):
+        ours, theirs = (f"{weight.dtype}{list(weight.shape)}" for weight in (first[name], second[name]))
         if ours != theirs:
             yield f"{name!r} is {theirs} in {called[1]}, and {ours} in {called[0]}"
 
@@ -51,7 +51,7 @@ def _differing_inputs(graph: Graph, other: Graph) -> Iterator[str]:
             return
         ours, theirs = graph.values[name], other.values[other_name]
         if (ours.shape, ours.dtype, ours.nbytes) != (theirs.shape, theirs.dtype, theirs.nbytes):
-            expected, actual = (f"{one.dtype}{list(one.shape)}" for one in (ours, theirs))
+            expected, actual = (f"{value.dtype}{list(value.shape)}" for value in (ours, theirs))
             yield f"its input {other_name!r} is {actual}, not {expected}"
 
 

@@ -90,7 +90,9 @@ class _Sweep:
         self.in_place = list(read_in_place(topology, schedule.assignment))
         self.specs = {spec.key: spec for spec in topology.devices}
         if schedule.host not in self.specs:
-            self.specs[schedule.host] = DeviceSpec(schedule.host, CPU, 0, 1.0, 1.0, 0.0)
+            self.specs[schedule.host] = DeviceSpec(
+                schedule.host, CPU, 0, flops=1.0, bandwidth=1.0, overhead=0.0
+            )
         # device -> name -> number of the storage: objects would keep the garbage collector busy
         self.storage: dict[DeviceKey, dict[str, int]] = defaultdict(dict)
         self.device: list[DeviceKey] = [schedule.host]

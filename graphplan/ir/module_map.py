@@ -80,47 +80,47 @@ def module_map(
     order = {name: index for index, name in enumerate(placement)}
     named.sort(key=lambda one: order[one.name])
     whole = sum(one.nbytes for one in named) * _SMALL
-    settled = dict(_settled("", named, whole, gathered))
+    devices = dict(_module_devices("", named, whole, gathered))
     for weight in weights:
-        key = next((settled[name] for name in weight.names if name in settled), None)
+        key = next((devices[name] for name in weight.names if name in devices), None)
         if key is not None:
             nbytes[key] += weight.nbytes + parts[weight.name]
     unsaved = {name for weight in weights if not weight.persistent for name in weight.names}
-    merged = merged_map({one.name: settled[one.name] for one in named})
+    merged = merged_map({one.name: devices[one.name] for one in named})
     entries = {name: key for name, key in merged.items() if name not in unsaved}
     return entries, gathered, nbytes
 
 
-def _settled(
-    prefix: str, members: Sequence[_Named], small: float, gathered: list[str]
+def _module_devices(
+    prefix: str, members: Sequence[_Named], small_bytes: float, gathered: list[str]
 ) -> Iterator[tuple[str, DeviceKey]]:
     """Yield each tensor's name and device, such that a module's own tensors share one."""
-    own = [one for one in members if _child(prefix, one.name) == one.name]
+    own = [tensor for tensor in members if _child(prefix, tensor.name) == tensor.name]
     children: dict[str, list[_Named]] = {}
-    for one in members:
-        if _child(prefix, one.name) != one.name:
-            children.setdefault(_child(prefix, one.name), []).append(one)
-    split = len({one.key for one in members}) > 1
-    few = sum(one.nbytes for one in members) <= small or not _has_blocks(children)
-    if own and split and (not children or (prefix and few)):
+    for tensor in members:
+        if _child(prefix, tensor.name) != tensor.name:
+            children.setdefault(_child(prefix, tensor.name), []).append(tensor)
+    split = len({tensor.key for tensor in members}) > 1
+    is_small = sum(tensor.nbytes for tensor in members) <= small_bytes or not _has_blocks(children)
+    if own and split and (not children or (prefix and is_small)):
         gathered.append(prefix)
         key = _largest_share(members)
-        yield from ((one.name, key) for one in members)
+        yield from ((tensor.name, key) for tensor in members)
         return
-    yield from ((one.name, one.key) for one in own)
-    for child, below in children.items():
-        yield from _settled(child, below, small, gathered)
+    yield from ((tensor.name, tensor.key) for tensor in own)
+    for child, descendants in children.items():
+        yield from _module_devices(child, descendants, small_bytes, gathered)
 
 
 def _has_blocks(children: Mapping[str, Sequence[_Named]]) -> bool:
     """Whether submodules hold module lists or are nested: one forward hardly computes with all of them."""
-    names = [one.name.split(".") for below in children.values() for one in below]
+    names = [tensor.name.split(".") for descendants in children.values() for tensor in descendants]
     shallow = min(map(len, names), default=0) + 1
     return any(len(parts) > shallow or any(part.isdigit() for part in parts) for parts in names)
 
 
 def _largest_share(members: Sequence[_Named]) -> DeviceKey:
     totals: Counter[DeviceKey] = Counter()
-    for one in members:
-        totals[one.key] += one.nbytes
+    for tensor in members:
+        totals[tensor.key] += tensor.nbytes
     return totals.most_common(1)[0][0]

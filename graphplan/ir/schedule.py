@@ -264,7 +264,7 @@ class Schedule:
         cpu = next((spec.key for spec in topology.devices if spec.type == CPU), CPU)
         existing = {buffer.device: buffer for buffer in self.prefetch_buffers}
         added = (spec.key for spec in topology.devices if spec.key in sizes and spec.key not in existing)
-        buffers = existing | {key: PrefetchBuffer(key, cpu, (), (), 0) for key in added}
+        buffers = existing | {key: PrefetchBuffer(key, cpu, (), segments=(), nbytes=0) for key in added}
         grown = (replace(one, nbytes=max(one.nbytes, sizes.get(key, 0))) for key, one in buffers.items())
         return replace(self, prefetch_buffers=tuple(grown))
 

@@ -194,7 +194,7 @@ class _Walk:
             return f"segment {step.segment} is released before it is read"
         del state.tenant[segment.slot]
         for place in [
-            one for one, index in self.inside.items() if (one[1], index) == (step.device, step.segment)
+            place for place, index in self.inside.items() if (place[1], index) == (step.device, step.segment)
         ]:
             del self.inside[place]
             self.present.discard(place)

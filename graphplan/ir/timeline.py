@@ -114,23 +114,32 @@ def _run(
             if step.device in on_cpu:
                 now += _reading(graph, topology, graph.operations[step.operation], on_disk)
             if events is not None:
-                events.append(Event("run", step.operation, step.device, start, now))
+                events.append(Event("run", step.operation, step.device, start=start, end=now))
         elif isinstance(step, Move):
             start, now = now, now + move_seconds(step, topology)
             if events is not None:
-                events.append(Event("move", step.value, step.destination, start, now))
+                events.append(Event("move", step.value, step.destination, start=start, end=now))
         elif isinstance(step, Load):
             slot = step.device, segments[step.device, step.segment].slot
             start = max(queue_free.get(step.device, 0.0), slot_free.get(slot, 0.0))
             end = start + move_seconds(step, topology)
             queue_free[step.device] = arrived[step.device, step.segment] = end
             if events is not None:
-                events.append(Event("load", ", ".join(step.weights), step.device, start, end, step.weights))
+                events.append(
+                    Event(
+                        "load",
+                        ", ".join(step.weights),
+                        step.device,
+                        start=start,
+                        end=end,
+                        weights=step.weights,
+                    )
+                )
         elif isinstance(step, Wait):
             start, now = now, max(now, arrived[step.device, step.segment])
             if events is not None and now > start:
                 held = segments[step.device, step.segment].weights
-                events.append(Event("wait", ", ".join(held), step.device, start, now, held))
+                events.append(Event("wait", ", ".join(held), step.device, start=start, end=now, weights=held))
         else:
             assert isinstance(step, Release)
             slot_free[step.device, segments[step.device, step.segment].slot] = now

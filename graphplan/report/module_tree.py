@@ -55,8 +55,8 @@ def stage_groups(plan: PlanData) -> tuple[Group, ...]:
             "stage",
             _span([paths[name] for name in stage.operations], prefix) or f"stage {stage.index}",
             "",
-            stage.operations,
-            _opened(_children(stage.operations, "", paths)),
+            operations=stage.operations,
+            children=_opened(_children(stage.operations, "", paths)),
         )
         for stage in plan.stages
     )
@@ -118,8 +118,10 @@ def _module(child: str, path: str, members: Sequence[str], paths: dict[str, str]
     children = _children(members, inner_path, paths)
     if len(children) == 1 and isinstance(children[0], Group) and children[0].kind == "module":
         only = children[0]
-        return Group("module", _label(only.path, path), only.path, only.operations, only.children)
-    return Group("module", _label(inner_path, path), inner_path, tuple(members), children)
+        return Group(
+            "module", _label(only.path, path), only.path, operations=only.operations, children=only.children
+        )
+    return Group("module", _label(inner_path, path), inner_path, operations=tuple(members), children=children)
 
 
 def _label(path: str, outer: str) -> str:
@@ -140,4 +142,4 @@ def _in_runs(children: list[Group | str], path: str) -> tuple[Group | str, ...]:
 def _run(children: list[Group | str], path: str) -> Group:
     ends = [child if isinstance(child, str) else child.label for child in (children[0], children[-1])]
     names = [n for child in children for n in ((child,) if isinstance(child, str) else child.operations)]
-    return Group("run", f"{ends[0]} … {ends[1]}", path, tuple(names), tuple(children))
+    return Group("run", f"{ends[0]} … {ends[1]}", path, operations=tuple(names), children=tuple(children))

@@ -99,7 +99,7 @@ class _TraceWriter:
             if flow.maker is None:
                 continue
             producer = runs[flow.maker]
-            copy = Event("move", flow.names[0], flow.destination, flow.start, flow.end)
+            copy = Event("move", flow.names[0], flow.destination, start=flow.start, end=flow.end)
             for phase, event in (("s", producer), ("f", copy)):
                 middle = (event.start + event.end) / 2
                 place = {"pid": _ESTIMATED, "tid": self._track(event), "ts": middle * 1e6}

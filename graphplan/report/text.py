@@ -97,9 +97,9 @@ def summary_text(plan: PlanData) -> str:
     return "\n".join(lines)
 
 
-def count_text(count: int, one: str, many: str = "") -> str:
+def count_text(count: int, singular: str, plural: str = "") -> str:
     """Return a number with its noun: ``1 copy``, ``2 copies``."""
-    return f"{count} {one if count == 1 else many or one + 's'}"
+    return f"{count} {singular if count == 1 else plural or singular + 's'}"
 
 
 def gap_text(plan: PlanData, digits: int = 1) -> str:

@@ -46,8 +46,8 @@ def time_parts(plan: PlanData) -> TimeParts:
         {key: timeline.busy("run", key) for key in (*plan.topology.keys, plan.schedule.host)},
         moved["activation"] + moved["gradient"],
         moved["weight"] + timeline.busy("wait"),
-        moved["input"],
-        moved["output"] + moved["writeback"],
+        inputs=moved["input"],
+        outputs=moved["output"] + moved["writeback"],
     )
 
 

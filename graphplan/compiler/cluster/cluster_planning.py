@@ -69,8 +69,8 @@ class Cluster:
 def whole_compiler(model_copy: ModelCopy, cluster: Cluster, options: Options) -> Compiler:
     """Return the compiler with which each rank traces the whole model, for all machines' device types."""
     specs = {spec.type: spec for machine in cluster.machines for spec in machine.computing}
-    every = replace(cluster.machines[0], devices=tuple(specs.values()))
-    return Compiler(model_copy, every, replace(options, grad=options.differentiates, training=None))
+    all_devices = replace(cluster.machines[0], devices=tuple(specs.values()))
+    return Compiler(model_copy, all_devices, replace(options, grad=options.differentiates, training=None))
 
 
 @dataclass
@@ -107,11 +107,11 @@ class StageSearch:
             self.model_copy,
             self.annotator,
             self.options,
-            self.boundaries,
-            self.estimates.cuts.tolist(),
-            cluster.class_machines,
-            cluster.flight,
-            limits,
+            boundaries=self.boundaries,
+            cuts=self.estimates.cuts.tolist(),
+            machines=cluster.class_machines,
+            flight=cluster.flight,
+            limits=limits,
         )
 
     def run(self) -> ClusterPlan:
@@ -130,7 +130,7 @@ class StageSearch:
     def best_stages(self) -> list[Stretch] | None:
         """Return the best stages found, in order; None if none fit."""
         best: list[Stretch] | None = None
-        least, placed, refused = math.inf, 0, 0
+        best_seconds, placed, refused = math.inf, 0, 0
         while placed < PARAMS.rounds and refused < (PARAMS.refusals if best is None else PARAMS.rounds):
             stages = self._next_candidate()
             if stages is None and best is None and self.estimates.assumes:
@@ -150,8 +150,8 @@ class StageSearch:
             else:
                 placed += 1
                 seconds = self.seconds(stages)
-                if seconds < least:
-                    best, least = stages, seconds
+                if seconds < best_seconds:
+                    best, best_seconds = stages, seconds
             if not fresh:
                 break
             self.estimates.calibrate()
@@ -173,14 +173,16 @@ class StageSearch:
     def estimates_for(self, cluster: Cluster) -> Estimates:
         """Return the estimates of all stretches between candidate cuts, on these machines."""
         boundaries = self.boundaries
-        most = max(int(math.sqrt(PARAMS.cells / self.table_count)), 2 * self.most_stages + 2)
-        every = [s for machine in cluster.machines for s in machine.computing]
-        seconds = operation_seconds(boundaries.graph, every)
+        max_cuts = max(int(math.sqrt(PARAMS.cells / self.table_count)), 2 * self.most_stages + 2)
+        devices = [s for machine in cluster.machines for s in machine.computing]
+        seconds = operation_seconds(boundaries.graph, devices)
         progress = np.concatenate([[0.0], seconds.cumsum()]) / max(float(seconds.sum()), 1e-30)
-        cuts = boundaries.candidates(min(most, PARAMS.cuts), progress)
+        cuts = boundaries.candidates(min(max_cuts, PARAMS.cuts), progress)
         if self.cluster.flight.train:
             cuts = np.union1d(cuts[cuts <= np.flatnonzero(self.reads_trained)[-1]], cuts[-1:])
-        return Estimates(boundaries, cuts, cluster.class_machines, cluster.network, cluster.flight)
+        return Estimates(
+            boundaries, cuts, cluster.class_machines, network=cluster.network, flight=cluster.flight
+        )
 
     def stages(self, estimates: Estimates, cluster: Cluster, microbatches: int) -> list[Stretch] | None:
         """Return the stages of least estimated seconds, in order; None if none fit."""
@@ -191,10 +193,10 @@ class StageSearch:
         if found is None:
             return None
         last = len(found.classes) - 1
-        kept = [flight.kept(last - index) if flight.train else 0 for index in range(last + 1)]
+        in_flight = [flight.kept(last - index) if flight.train else 0 for index in range(last + 1)]
         return [
-            Stretch(c, start, end, keeps)
-            for c, start, end, keeps in zip(found.classes, found.cuts, found.cuts[1:], kept, strict=False)
+            Stretch(c, start, end, kept)
+            for c, start, end, kept in zip(found.classes, found.cuts, found.cuts[1:], in_flight, strict=False)
         ]
 
     def _next_candidate(self) -> list[Stretch] | None:
@@ -220,7 +222,7 @@ class StageSearch:
                 self.by_structure[key] = self.placement.search(stretch)
             except InfeasibleError:
                 self.by_structure[key] = None
-            except CaptureError as error:  # something crosses that cannot be sent: cut elsewhere
+            except CaptureError as error:  # a value that crosses cannot be sent: cut elsewhere
                 self.by_structure[key], self.refused = None, error
                 self.estimates.exact[edge] = math.inf
         placed = self.placed[stretch] = self.by_structure[key]
@@ -230,7 +232,7 @@ class StageSearch:
             self.refuse(stretch)
 
     def refuse(self, stretch: Stretch) -> None:
-        """Tell the estimates that a stretch does not fit."""
+        """Record in the estimates that a stretch does not fit."""
         self.estimates.refused.add((stretch.machine, stretch.start, stretch.end, stretch.kept))
 
     @property
@@ -247,11 +249,11 @@ class StageSearch:
         """Return the seconds that the objective counts, of placed stages."""
         flight = replace(self.cluster.flight, microbatches=self.cluster.counted)
         sent = self.estimates.transfers / flight.crossings
-        each = [
+        stage_times = [
             stage_seconds(placed.plan, float(sent[stage.end]), trains=flight.train)
             for placed, stage in zip(self.steps_of(stages), stages, strict=True)
         ]
-        return batch_seconds(flight.order(len(stages)), each)
+        return batch_seconds(flight.order(len(stages)), stage_times)
 
     def estimated(self, stages: Sequence[Stretch]) -> float:
         """Return the formula of :mod:`graphplan.passes.pipeline.stage_dp` for these stages."""

@@ -64,25 +64,29 @@ class InterleavedSearch(StageSearch):
         flight, count = self.cluster.flight, self.most_stages
         class_of = {machine: c for c, members in enumerate(cluster.classes) for machine in members}
         classes = [class_of[index % flight.machines] for index in range(count)]
-        kept = [flight.kept(count - 1 - index) for index in range(count)]
+        in_flight = [flight.kept(count - 1 - index) for index in range(count)]
         # how much less a step can save is not estimated: shares count all activations, cuts only weights
-        needs = [self._bytes(estimates, c, estimates.needs(k)) for c, k in zip(classes, kept, strict=True)]
-        least = [self._bytes(estimates, c, estimates.weights) for c in classes] if flight.train else needs
+        needs = [
+            self._bytes(estimates, c, estimates.needs(k)) for c, k in zip(classes, in_flight, strict=True)
+        ]
+        weight_needs = (
+            [self._bytes(estimates, c, estimates.weights) for c in classes] if flight.train else needs
+        )
         costs = estimates.costs()
-        rooms = [float(sum(spec.room for spec in machine.devices)) for machine in cluster.machines]
+        capacities = [float(sum(spec.room for spec in machine.devices)) for machine in cluster.machines]
         loads = [np.where(self._passes_no_gradient(estimates), np.inf, costs.load[c]) for c in classes]
-        turns = InterleavedDP(loads, least, rooms, microbatches).solve()
-        if turns is None or turns.excess > 0:
+        solution = InterleavedDP(loads, weight_needs, capacities, microbatches).solve()
+        if solution is None or solution.excess > 0:
             if estimates is self.estimates:
-                self.fullest = _fullest_text(turns.cuts if turns else None, least, rooms)
+                self.fullest = _fullest_text(solution.cuts if solution else None, weight_needs, capacities)
             return None
-        pairs = list(pairwise(turns.cuts))
+        pairs = list(pairwise(solution.cuts))
         needed = [float(need[pair]) for need, pair in zip(needs, pairs, strict=True)]
         shares = _shares(needed, flight.machines)
-        keeps = kept if flight.train else [0] * count
+        kept_activations = in_flight if flight.train else [0] * count
         return [
-            Stretch(c, *pair, keep, share)
-            for c, pair, keep, share in zip(classes, pairs, keeps, shares, strict=True)
+            Stretch(c, *pair, kept, share)
+            for c, pair, kept, share in zip(classes, pairs, kept_activations, shares, strict=True)
         ]
 
     def refuse(self, stretch: Stretch) -> None:
@@ -141,18 +145,18 @@ def _shares(needs: Sequence[float], machines: int) -> list[int]:
     return shares
 
 
-def _fullest_text(cuts: Sequence[int] | None, needs: Sequence[Floats], rooms: Sequence[float]) -> str:
+def _fullest_text(cuts: Sequence[int] | None, needs: Sequence[Floats], capacities: Sequence[float]) -> str:
     """Return the text of an error about the machine that lacks most memory."""
-    machines = len(rooms)
+    machines = len(capacities)
     if cuts is None:
-        smallest = min(range(machines), key=lambda machine: rooms[machine])
-        return f". Machine {smallest} may hold {readable_bytes(int(rooms[smallest]))}"
+        smallest = min(range(machines), key=lambda machine: capacities[machine])
+        return f". Machine {smallest} may hold {readable_bytes(int(capacities[smallest]))}"
     held = [0.0] * machines
     for stage, need in enumerate(needs):
         held[stage % machines] += float(need[cuts[stage], cuts[stage + 1]])
-    worst = max(range(machines), key=lambda machine: held[machine] / max(rooms[machine], 1.0))
+    worst = max(range(machines), key=lambda machine: held[machine] / max(capacities[machine], 1.0))
     stages = ", ".join(str(stage) for stage in range(worst, len(needs), machines))
     return (
         f". By estimate, machine {worst} needs {readable_bytes(int(held[worst]))} for its stages {stages}, "
-        f"and may hold {readable_bytes(int(rooms[worst]))}"
+        f"and may hold {readable_bytes(int(capacities[worst]))}"
     )

@@ -141,7 +141,9 @@ def stage_source(
     module = _partial_model(weights, [name for name in read if name not in cut.capture.constants])
     model_copy = ModelCopy(module)
     own = annotator.of(cut.capture, model_copy.weights)
-    return StageSource(cut, module, model_copy, own, frozenset(trained & {*cut.inputs, *cut.outputs}))
+    return StageSource(
+        cut, module, model_copy, annotator=own, trained=frozenset(trained & {*cut.inputs, *cut.outputs})
+    )
 
 
 def _partial_model(weights: ModelWeights, names: Iterable[str]) -> StageModule:

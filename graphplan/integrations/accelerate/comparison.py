@@ -221,7 +221,7 @@ def _with_ties(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Context manager that silences warnings that this machine lacks the devices."""
-    with silenced(*_FUNCTIONS.values(), below=logging.ERROR), unwarned():
+    with silenced(*_FUNCTIONS.values(), level=logging.ERROR), unwarned():
         yield
 
 

@@ -81,7 +81,16 @@ def fall_back(
         Exception: what the model itself raises for this call, unchanged.
     """
     _refuse_constraints(options, error)
-    fallback = _Fallback(str(error), model, model_copy, example, topology, options, source, retry)
+    fallback = _Fallback(
+        str(error),
+        model,
+        model_copy,
+        example=example,
+        topology=topology,
+        options=options,
+        source=source,
+        retry=retry,
+    )
     placed = fallback.place()
     warn(
         f"{error}\nthe model runs module by module instead: its operations are not planned, and "
@@ -213,7 +222,14 @@ class _Fallback:
         compute_device = self.topology[split.compute_key].torch_device
         tries = 0 if retry is None else _TRACE_TRIES
         untraced = Untraced(self.reason, compute_device, split.execution_mode, tries)
-        start = _ByModules(devices, untraced, plan, options.grad, options.return_outputs, retry)
+        start = _ByModules(
+            devices,
+            untraced,
+            plan,
+            keep_grad=options.grad,
+            return_outputs=options.return_outputs,
+            retry=retry,
+        )
         try:
             placed = start.place(self.model, self.source)
             note_untraced(placed, self.example)
@@ -385,7 +401,7 @@ class _Fallback:
         # hooks move tensor subclasses too
         homed = [weight_of(weights, name, written=False) for name in weights.tensors]
         movable = [replace(weight, movable=True) for weight in homed]
-        return Graph(operations, values, movable, (), last, shapes_known=bool(profile.order))
+        return Graph(operations, values, movable, inputs=(), outputs=last, shapes_known=bool(profile.order))
 
 
 def _device_of(entries: Mapping[str, Any], name: str) -> Any:

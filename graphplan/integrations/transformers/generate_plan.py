@@ -88,12 +88,12 @@ def plan_first(compiler: Compiler, call: BoundCall) -> list[Planned]:
 
 def _warn_of_slow_calls(planned: Sequence[Planned]) -> None:
     """Warn if a call of ``generate`` is slow for lack of memory, wherever the weights reside."""
-    for one in planned[1:]:
-        if lacks_room(one.plan):
+    for later in planned[1:]:
+        if lacks_room(later.plan):
             warn(
-                f"a forward pass of generate() is estimated to take {one.plan.makespan:.2g} s, or "
-                f"{seconds_with_room(one.plan):.2g} s if the weights left more memory free: lower max_batch "
-                "or max_length, or give more memory"
+                f"a forward pass of generate() is estimated to take {later.plan.makespan:.2g} s, or "
+                f"{seconds_with_room(later.plan):.2g} s if the weights left more memory free: lower "
+                "max_batch or max_length, or give more memory"
             )
             return
 
@@ -108,13 +108,13 @@ class _Lacking:
 
 def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehearsed]:
     """Yield the calls that can be planned; an image prompt, say, may leave no length for a token."""
-    for other in others:
+    for rehearsed in others:
         try:
-            compiler.pose(other.first_call)
+            compiler.pose(rehearsed.first_call)
         except (LimitError, CaptureError) as error:
             logger.info("no memory is reserved for a forward pass of generate(): %s", error)
         else:
-            yield other
+            yield rehearsed
 
 
 def _plan_in_turn(
@@ -125,16 +125,16 @@ def _plan_in_turn(
     ``fast``: a call that is slow for lack of memory lacks room too.
     """
     planned = {0: first}
-    for other in others:
+    for rehearsed in others:
         try:
-            plan = compiler.plan(_with_placed_caches(other, planned))
+            plan = compiler.plan(_with_placed_caches(rehearsed, planned))
         except InfeasibleError as error:
-            return [], _Lacking(other.first_call, str(error).splitlines()[0])
+            return [], _Lacking(rehearsed.first_call, str(error).splitlines()[0])
         if fast and lacks_room(plan.plan):
-            return [], _Lacking(other.first_call, None)
+            return [], _Lacking(rehearsed.first_call, None)
         compiler.commit(plan)
-        planned[other.number] = plan
-    return [first, *(planned[other.number] for other in others)], None
+        planned[rehearsed.number] = plan
+    return [first, *(planned[rehearsed.number] for rehearsed in others)], None
 
 
 def _plan_around(
@@ -152,8 +152,8 @@ def _plan_around(
     if fast and lacks_room(first.plan):
         return None
     compiler.commit(first)
-    planned, lacking = _plan_in_turn(compiler, others, first, fast=fast)
-    return planned if lacking is None else None
+    planned, shortage = _plan_in_turn(compiler, others, first, fast=fast)
+    return planned if shortage is None else None
 
 
 def _plan_all(compiler: Compiler, example: BoundCall, others: Sequence[Rehearsed]) -> list[Planned] | None:
@@ -173,29 +173,31 @@ def _plan_all(compiler: Compiler, example: BoundCall, others: Sequence[Rehearsed
         return None
 
 
-def _on_device_of(other: Rehearsed, example: BoundCall) -> Rehearsed:
+def _on_device_of(rehearsed: Rehearsed, example: BoundCall) -> Rehearsed:
     """Return the call with its tensors, which are on the CPU, on the example's device."""
     device = example.device
     if device is None or device.type in (CPU, "meta"):
-        return other
+        return rehearsed
     with FakeTensorMode():
-        call = other.first_call.mapped(lambda leaf: _like(leaf, device) if torch.is_tensor(leaf) else leaf)
-    return replace(other, first_call=call)
+        call = rehearsed.first_call.mapped(
+            lambda leaf: _like(leaf, device) if torch.is_tensor(leaf) else leaf
+        )
+    return replace(rehearsed, first_call=call)
 
 
 def _like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _with_placed_caches(other: Rehearsed, planned: Mapping[int, Planned]) -> BoundCall:
+def _with_placed_caches(rehearsed: Rehearsed, planned: Mapping[int, Planned]) -> BoundCall:
     """Return the call, with its cache tensors on the devices where planned calls leave them.
 
     The caches are new objects: those of the rehearsal have been filled since.
     """
-    call = other.first_call
+    call = rehearsed.first_call
     leaves = list(call.leaves)
     with FakeTensorMode():
-        for leaf, (number, position) in other.made_by.items():
+        for leaf, (number, position) in rehearsed.made_by.items():
             device = _device_left_on(planned.get(number), position)
             if device is not None:
                 leaves[leaf] = _like(leaves[leaf], device)

@@ -128,37 +128,37 @@ def play(order: Order, stages: Sequence[StageSeconds]) -> list[TimedAction]:
     order.
     """
     trains = any(stage.backward is not None for stage in stages)
-    remaining = [[one for one in reversed(own) if trains or not one.backward] for own in order]
+    remaining = [[action for action in reversed(queue) if trains or not action.backward] for queue in order]
     free, ended, timed = [0.0] * len(order), dict[StageAction, float](), list[TimedAction]()
     while any(remaining):
         before = len(timed)
-        for machine, own in enumerate(remaining):
-            while own and ((needed := _needed(own[-1], len(stages))) is None or needed in ended):
-                one = own.pop()
-                received = max(free[machine], 0.0 if needed is None else ended[needed])
-                arriving, leaving = _transfers(one, stages)
-                computing = stages[one.stage].backward if one.backward else stages[one.stage].forward
+        for machine, queue in enumerate(remaining):
+            while queue and ((source := _needed(queue[-1], len(stages))) is None or source in ended):
+                action = queue.pop()
+                received = max(free[machine], 0.0 if source is None else ended[source])
+                arriving, leaving = _transfers(action, stages)
+                computing = stages[action.stage].backward if action.backward else stages[action.stage].forward
                 start = received + arriving
-                ended[one] = start + (computing or 0.0)
-                timed.append(TimedAction(one, free[machine], received, start, ended[one]))
-                free[machine] = ended[one] + leaving
+                ended[action] = start + (computing or 0.0)
+                timed.append(TimedAction(action, free[machine], received, start=start, end=ended[action]))
+                free[machine] = ended[action] + leaving
         assert len(timed) > before, "the order waits for itself"
     return timed
 
 
 def batch_seconds(order: Order, stages: Sequence[StageSeconds]) -> float:
     """Return the seconds of a batch."""
-    return max(one.end for one in play(order, stages))
+    return max(action.end for action in play(order, stages))
 
 
-def _needed(one: StageAction, stages: int) -> StageAction | None:
+def _needed(action: StageAction, stages: int) -> StageAction | None:
     """Return the action on another machine whose output this one needs, if any."""
-    stage = one.stage + 1 if one.backward else one.stage - 1
-    return StageAction(stage, one.microbatch, one.backward) if 0 <= stage < stages else None
+    stage = action.stage + 1 if action.backward else action.stage - 1
+    return StageAction(stage, action.microbatch, action.backward) if 0 <= stage < stages else None
 
 
-def _transfers(one: StageAction, stages: Sequence[StageSeconds]) -> tuple[float, float]:
+def _transfers(action: StageAction, stages: Sequence[StageSeconds]) -> tuple[float, float]:
     """Return the seconds of the transfers of an action's input and of its output."""
-    before = stages[one.stage - 1].transfer if one.stage else 0.0
-    after = stages[one.stage].transfer
-    return (after, before) if one.backward else (before, after)
+    before = stages[action.stage - 1].transfer if action.stage else 0.0
+    after = stages[action.stage].transfer
+    return (after, before) if action.backward else (before, after)

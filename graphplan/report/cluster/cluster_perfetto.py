@@ -66,8 +66,10 @@ def to_cluster_trace(plan: ClusterPlanData[Any], measured: Sequence[Slot] = ()) 
 def _events(
     plan: ClusterPlanData[Any], slots: Sequence[Slot], first: int, suffix: str
 ) -> Iterator[dict[str, Any]]:
+    if not slots:
+        return
     lane = {machine: first + place for place, machine in enumerate(plan.used)}
-    for machine, number in lane.items() if slots else ():
+    for machine, number in lane.items():
         stages = [str(index) for index, stage in enumerate(plan.stages) if stage.machine == machine]
         title = f"machine {machine} (stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}{suffix})"
         yield metadata("process_name", number, 0, name=title)
@@ -78,5 +80,8 @@ def _events(
         stage = plan.stages[slot.stage]
         receives = stage.receives if slot.kind == "receive" and not slot.backward else ()
         name = f"{slot.name}, stage {slot.stage}" if several else slot.name
-        place, sizes = (lane[stage.machine], _LANES[slot.kind]), {one.name: one.nbytes for one in receives}
+        place, sizes = (
+            (lane[stage.machine], _LANES[slot.kind]),
+            {value.name: value.nbytes for value in receives},
+        )
         yield bar(name, slot.kind, slot.start, slot.end, *place, sizes)
