@@ -7,10 +7,10 @@ only where no placement that begins like it is below ``upper`` seconds and withi
 
 - its clock, with copies of weights from the CPU that wait for nothing but the copy before, plus the fastest
   seconds of each operation that is left, is not below ``upper``;
-- weights that live on a device take more than its room, alone or with what one operation reads and makes.
+- weights that reside on a device take more than its room, alone or with the tensors of one operation.
 
-What is left is judged by the evaluator, in the order of these clocks, until they reach the best that it has
-found. A prefetch buffer may have any number of slots.
+The evaluator judges the remaining rows in the order of these clocks, until they reach the best found. A
+prefetch buffer may have any number of slots.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ class Rows:
     """Prefixes, one a row.
 
     Attributes:
-        device: (rows, operations) index of the key on which it runs.
-        home: (rows, weights) index of the key where it lives.
-        there: (rows, values and weights, keys) whether it is there, or has been.
+        device: (rows, operations) index of the key on which each runs.
+        home: (rows, weights) index of the key where it resides.
+        present: (rows, values and weights, keys) whether the device holds it or has held it.
         clock: (rows,) seconds.
         copies: (rows, keys) seconds at which the copies to it are done.
-        kept: (rows, keys) bytes of weights.
+        weight_bytes: (rows, keys) bytes of weights.
     """
 
     device: Ints
     home: Ints
-    there: npt.NDArray[np.bool_]
+    present: npt.NDArray[np.bool_]
     clock: Floats
     copies: Floats
-    kept: Ints
+    weight_bytes: Ints
 
-    def take(self, which: npt.NDArray[np.generic]) -> Rows:
+    def take(self, selected: npt.NDArray[np.generic]) -> Rows:
         """Some of the rows, copied."""
-        return Rows(*(getattr(self, column.name)[which] for column in fields(self)))
+        return Rows(*(getattr(self, column.name)[selected] for column in fields(self)))
 
     @classmethod
-    def joined(cls, parts: Sequence[Rows]) -> Rows:
+    def concatenate(cls, parts: Sequence[Rows]) -> Rows:
         """The rows of all parts."""
         columns = ([getattr(part, column.name) for part in parts] for column in fields(cls))
         return cls(*(np.concatenate(arrays) for arrays in columns))
@@ -72,10 +72,10 @@ class Brute:
     """All placements of a problem on some of its devices.
 
     Args:
-        problem: every weight of its graph is read, no operation makes views or changes what it reads.
+        problem: every weight of its graph is read, no operation makes views or changes its inputs.
         keys: devices that operations may run on.
-        stream: whether weights may live on the CPU where no reader runs.
-        anywhere: whether those with several readers may live on any device, else where one of them runs.
+        stream: whether weights may reside on the CPU if no reader runs there.
+        anywhere: whether those with several readers may reside on any device, else only with a reader.
     """
 
     def __init__(
@@ -91,7 +91,9 @@ class Brute:
         self.weights = list(graph.weights)
         self.index = {name: i for i, name in enumerate([*graph.values, *self.weights])}
         self.seconds = [[operation_seconds(o, spec) for spec in self.specs] for o in self.order]
-        self.rest = [sum(min(row) for row in self.seconds[i:]) for i in range(len(self.order) + 1)]
+        self.remaining_seconds = [
+            sum(min(row) for row in self.seconds[i:]) for i in range(len(self.order) + 1)
+        ]
 
     def best_below(self, upper: float) -> Evaluation | None:
         """The fastest placement below so many seconds, if there is any."""
@@ -113,15 +115,15 @@ class Brute:
         return best
 
     def _start(self) -> Rows:
-        there = np.zeros((1, len(self.index), len(self.keys)), dtype=bool)
+        present = np.zeros((1, len(self.index), len(self.keys)), dtype=bool)
         if self.problem.host in self.keys:
             for name in self.problem.graph.inputs:
-                there[0, self.index[name], self.keys.index(self.problem.host)] = True
+                present[0, self.index[name], self.keys.index(self.problem.host)] = True
         shape = (1, len(self.keys))
         return Rows(
             np.zeros((1, len(self.order)), dtype=np.int64),
             np.zeros((1, len(self.weights)), dtype=np.int64),
-            there,
+            present,
             np.zeros(1),
             np.zeros(shape),
             np.zeros(shape, dtype=np.int64),
@@ -139,9 +141,9 @@ class Brute:
                 made = rows.take(np.arange(len(rows.clock)))
                 made.device[:, step] = device
                 for name, home in zip(new, homes, strict=True):
-                    self._settle(made, name, home)
+                    self._place_weight(made, name, home)
                 grown.append(self._run(made, operation, step, device, limit))
-        return Rows.joined(grown)
+        return Rows.concatenate(grown)
 
     def _homes(self, name: str, device: int) -> list[int]:
         """Where its first reader runs, or wherever a later one may, or the CPU."""
@@ -152,31 +154,31 @@ class Brute:
             if home == device or shared or (self.stream and key == CPU)
         ]
 
-    def _settle(self, rows: Rows, name: str, home: int) -> None:
+    def _place_weight(self, rows: Rows, name: str, home: int) -> None:
         rows.home[:, self.weights.index(name)] = home
-        rows.there[:, self.index[name], home] = True
-        rows.kept[:, home] += round_up(self.problem.graph.weights[name].nbytes)
+        rows.present[:, self.index[name], home] = True
+        rows.weight_bytes[:, home] += round_up(self.problem.graph.weights[name].nbytes)
 
     def _run(self, rows: Rows, operation: Operation, step: int, device: int, limit: float) -> Rows:
         graph, spec = self.problem.graph, self.specs[device]
         held = np.zeros(len(rows.clock), dtype=np.int64)
         arrived = np.zeros(len(rows.clock))
         for name in dict.fromkeys(operation.inputs):
-            missing = ~rows.there[:, self.index[name], device]
+            missing = ~rows.present[:, self.index[name], device]
             if name in graph.values:
                 held += spec.allocated(graph.values[name].nbytes)
                 rows.clock += np.where(missing, self._move_seconds(rows, name, spec.key), 0.0)
             else:
-                self._bring(rows, name, missing, device, arrived)
+                self._copy_weight(rows, name, missing, device, arrived)
                 held += np.where(missing, round_up(graph.weights[name].nbytes), 0)
-            rows.there[:, self.index[name], device] = True
+            rows.present[:, self.index[name], device] = True
         rows.clock = np.maximum(rows.clock, arrived) + self.seconds[step][device]
         for name in operation.outputs:
             held += spec.allocated(graph.values[name].nbytes)
-            rows.there[:, self.index[name], device] = True
+            rows.present[:, self.index[name], device] = True
         room = np.array([spec.room for spec in self.specs])
-        fits = (rows.kept <= room).all(axis=1) & (rows.kept[:, device] + held <= spec.room)
-        return rows.take(fits & (rows.clock + self.rest[step + 1] < limit))
+        fits = (rows.weight_bytes <= room).all(axis=1) & (rows.weight_bytes[:, device] + held <= spec.room)
+        return rows.take(fits & (rows.clock + self.remaining_seconds[step + 1] < limit))
 
     def _move_seconds(self, rows: Rows, name: str, destination: DeviceKey) -> Floats:
         graph, topology = self.problem.graph, self.problem.topology
@@ -186,40 +188,42 @@ class Brute:
         table = np.array([topology.link(key, destination).seconds(nbytes) for key in self.keys])
         return table[rows.device[:, self.step[graph.producer[name]]]]
 
-    def _bring(
+    def _copy_weight(
         self, rows: Rows, name: str, missing: npt.NDArray[np.bool_], device: int, arrived: Floats
     ) -> None:
         """Copies of weights: from another accelerator on the clock, from the CPU on the copy queue."""
         topology, nbytes = self.problem.topology, self.problem.graph.weights[name].nbytes
         home = rows.home[:, self.weights.index(name)]
         for source, key in enumerate(self.keys):
-            here = missing & (home == source)
-            if source == device or not here.any():
+            copied = missing & (home == source)
+            if source == device or not copied.any():
                 continue
             link = topology.link(key, self.keys[device])
             if key == CPU and self.specs[device].is_accelerator:
-                # segments that are merged share a latency: only the first one's is certain
-                before = np.maximum(rows.copies[here, device], link.latency)
-                rows.copies[here, device] = before + nbytes / link.bandwidth
-                arrived[here] = np.maximum(arrived[here], rows.copies[here, device])
+                # merged segments share a latency: only that of the first is certain
+                start = np.maximum(rows.copies[copied, device], link.latency)
+                rows.copies[copied, device] = start + nbytes / link.bandwidth
+                arrived[copied] = np.maximum(arrived[copied], rows.copies[copied, device])
             else:
-                rows.clock[here] += link.seconds(nbytes)
+                rows.clock[copied] += link.seconds(nbytes)
 
     def _finish(self, rows: Rows, limit: float) -> Rows:
         """Outputs return; a weight resides with a reader or on the CPU, unless it may reside anywhere."""
         host = self.problem.host
-        for name in self.problem.graph.outputs if self.problem.returns_to_host else ():
+        for name in self.problem.graph.outputs:
+            if not self.problem.returns_to_host:
+                break
             seconds = self._move_seconds(rows, name, host)
             missing = np.ones(len(rows.clock), dtype=bool)
             if host in self.keys:
-                missing = ~rows.there[:, self.index[name], self.keys.index(host)]
+                missing = ~rows.present[:, self.index[name], self.keys.index(host)]
             rows.clock += np.where(missing, seconds, 0.0)
         sound = rows.clock < limit
         for i, name in enumerate([] if self.anywhere else self.weights):
             readers = [self.step[reader] for reader in self.problem.graph.consumers[name]]
             with_reader = (rows.device[:, readers] == rows.home[:, i : i + 1]).any(axis=1)
-            away = self.keys.index(CPU) if self.stream and CPU in self.keys else -1
-            sound &= with_reader | (rows.home[:, i] == away)
+            cpu = self.keys.index(CPU) if self.stream and CPU in self.keys else -1
+            sound &= with_reader | (rows.home[:, i] == cpu)
         return rows.take(sound)
 
     # -- judging ------------------------------------------------------------------------------------------
@@ -235,7 +239,7 @@ def with_all_depths(problem: Problem, assignment: Assignment) -> Iterator[Evalua
     found = evaluate(problem, assignment)
     yield found
     prefetch_buffers = {buffer.device: len(buffer.segments) for buffer in found.schedule.prefetch_buffers}
-    for counts in itertools.product(*(range(1, most + 1) for most in prefetch_buffers.values())):
+    for counts in itertools.product(*(range(1, segments + 1) for segments in prefetch_buffers.values())):
         if any(count > 2 for count in counts) or found.excess:
             slots = dict(zip(prefetch_buffers, counts, strict=True))
             yield evaluate(problem, replace(assignment, slots=slots))
@@ -248,15 +252,15 @@ def with_all_depths(problem: Problem, assignment: Assignment) -> Iterator[Evalua
 class Space:
     """The placements of a problem among which a bound holds.
 
-    A weight that one group of operations reads lives where that runs; on the CPU too, where offload is
-    allowed and it may be streamed. One that several groups read lives on any device, without offload on an
-    accelerator or where a reader runs; one that nobody reads, anywhere. What is pinned is where it is pinned.
+    A weight that one group of operations reads resides with the group; on the CPU too, if offload is
+    allowed and it may be streamed. One that several groups read resides on any device, without offload on an
+    accelerator or where a reader runs; an unread one, anywhere. Pinned weights reside where they are pinned.
     With a disk, parameters that may be streamed may be there as well.
 
     Args:
         problem: any.
-        alone: without offload: the CPU runs only what must, and keeps no weight for an accelerator unless it
-            is pinned there. Nothing is on disk.
+        alone: without offload: the CPU runs only operations that must, and holds only pinned weights for
+            accelerators. Nothing is on disk.
     """
 
     problem: Problem
@@ -277,7 +281,7 @@ class Space:
 
     @cached_property
     def sizes(self) -> dict[str, tuple[DeviceKey, ...]]:
-        """The operations that only make sizes, which take no time anywhere."""
+        """The operations that only make sizes, which take no time on any device."""
         operations = self.problem.graph.operations.values()
         return {o.name: self._devices([o.name]) for o in operations if o.host_only}
 
@@ -299,10 +303,10 @@ class Space:
             return (*keys, *disk)
         if name in self.shared:
             anywhere = self.offloads or not self.accelerators
-            near = (key for key in keys if anywhere or key in self.accelerators or key in readers)
-            return (*near, *disk)
-        away = (CPU,) if self.offloads and name in graph.streamable else ()
-        return tuple(dict.fromkeys((*readers, *away, *disk)))
+            devices = (key for key in keys if anywhere or key in self.accelerators or key in readers)
+            return (*devices, *disk)
+        cpu = (CPU,) if self.offloads and name in graph.streamable else ()
+        return tuple(dict.fromkeys((*readers, *cpu, *disk)))
 
     @cached_property
     def keys(self) -> tuple[DeviceKey, ...]:
@@ -326,7 +330,7 @@ class Space:
 
     @cached_property
     def count(self) -> int:
-        """Placements at most, prefetch buffers of other depths not counted."""
+        """Upper limit on the number of placements, buffers of other depths not counted."""
         graph = self.problem.graph
         placements = math.prod(len(devices) for devices in self.groups.values())
         for name in graph.weights.keys() - self.problem.fixed_weights.keys():
@@ -338,7 +342,7 @@ class Space:
         return placements
 
     def objection(self, assignment: Assignment) -> str | None:
-        """Why an assignment is not among them, if it is not."""
+        """Return why an assignment is not in the space; None if it is."""
         for group, devices in self.groups.items():
             found = {assignment.operations[name] for name in group}
             if len(found) > 1:
@@ -348,7 +352,7 @@ class Space:
         for name in self.problem.graph.weights:
             home, homes = assignment.weights[name], self.homes(name, assignment.operations)
             if home not in homes:
-                return f"{name} lives on {home!r}, allowed are {homes}"
+                return f"{name} resides on {home!r}, allowed are {homes}"
         return None
 
     def best(self, start: Evaluation | None = None) -> Evaluation | None:
@@ -365,12 +369,12 @@ class Space:
                 if any(room < 0 for room in self._rooms(operations, weights).values()):
                     continue
                 found = evaluate(self.problem, Assignment(operations, weights))
-                least = self._without_weights(found)
-                if best is not None and least >= best.seconds:
+                lower_bound = self._without_weights(found)
+                if best is not None and lower_bound >= best.seconds:
                     break  # whatever the homes are
-                for each in with_slots(self.problem, found, best):
-                    if each.feasible and (best is None or each.seconds < best.seconds):
-                        best = each
+                for trial in with_slots(self.problem, found, best):
+                    if trial.feasible and (best is None or trial.seconds < best.seconds):
+                        best = trial
         return best
 
     def _by_compute(self) -> Iterator[tuple[dict[str, DeviceKey], float]]:
@@ -381,11 +385,13 @@ class Space:
             [(sum(clocks[key][name] for name in group), group, key) for key in devices]
             for group, devices in self.groups.items()
         ]
-        ways = [(sum(part[0] for part in way), way) for way in itertools.product(*options)]
+        combinations = [
+            (sum(part[0] for part in combination), combination) for combination in itertools.product(*options)
+        ]
         sizes = {name: devices[0] for name, devices in self.sizes.items()}
-        for seconds, way in sorted(ways, key=lambda way: way[0]):
+        for seconds, combination in sorted(combinations, key=lambda combination: combination[0]):
             # sums in another order differ by roundings
-            yield {n: key for _, group, key in way for n in group} | sizes, seconds * (1 - SLACK)
+            yield {n: key for _, group, key in combination for n in group} | sizes, seconds * (1 - SLACK)
 
     def _rooms(
         self, operations: Mapping[str, DeviceKey], weights: Mapping[str, DeviceKey]
@@ -422,7 +428,8 @@ def with_slots(problem: Problem, found: Evaluation, best: Evaluation | None) -> 
     if best is not None and (copied + computed) * (1 - SLACK) >= best.seconds:
         return
     depths = [
-        sorted({count for count in (1, 2, 3) if count < most} | {most}) for most in prefetch_buffers.values()
+        sorted({count for count in (1, 2, 3) if count < segments} | {segments})
+        for segments in prefetch_buffers.values()
     ]
     for counts in itertools.product(*depths):
         slots = dict(zip(prefetch_buffers, counts, strict=True))

@@ -1,8 +1,8 @@
 """Checks that every solution must pass: no false bound, no plan that breaks a rule.
 
-A bound is held against every placement that can be had: the best of all where all can be tried, those of a
+A bound is compared with every known placement: the best of all where all can be tried, those of a
 random walk from the plan, and the plans of restricted problems. A restricted problem pins operations and
-weights, leaves devices out or has smaller budgets, so whatever it finds is a placement of the free problem.
+weights, leaves devices out or has smaller budgets, so each of its placements is one of the free problem.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Effort:
     """The number of trials for one problem.
 
     Attributes:
-        placements: up to how many all are tried.
-        steps: of the random walk.
-        restricted: problems that are derived from it and placed too.
-        again: whether it is placed twice.
+        placements: most placements of a problem for which all are tried.
+        steps: steps of the random walk.
+        restricted: number of derived problems that are placed too.
+        place_twice: whether to place it twice, and compare.
     """
 
     placements: int = 20_000
     steps: int = 60
     restricted: int = 2
-    again: bool = False
+    place_twice: bool = False
 
 
 FULL = Effort()
@@ -55,11 +55,11 @@ class Findings:
     """The findings about one problem.
 
     Attributes:
-        violations: what must not be, the kind of it before the colon.
-        solution: of the planner; None where it found nothing.
+        violations: texts of violated rules, each with its kind before the colon.
+        solution: the planner's solution; None if it found none.
         complete: whether all placements were tried.
-        best: the fastest placement known, by whatever way, in the space of the bound.
-        source: where that one is from.
+        best: the fastest known placement in the space of the bound.
+        source: how that placement was found.
     """
 
     violations: list[str] = field(default_factory=list)
@@ -73,8 +73,8 @@ class Findings:
         """Seconds of the plan over those of the fastest placement known."""
         if self.solution is None or self.best is None:
             return None
-        ours, best = self.solution.evaluation.seconds, self.best.seconds
-        return ours / best if best else (1.0 if not ours else math.inf)
+        seconds, best = self.solution.evaluation.seconds, self.best.seconds
+        return seconds / best if best else (1.0 if not seconds else math.inf)
 
     @property
     def gap(self) -> float | None:
@@ -94,10 +94,10 @@ def inspect(problem: Problem, place: Place, seed: int = 0, effort: Effort = FULL
     """Place a problem, and check the solution.
 
     Args:
-        problem: any.
-        place: the planner; without a limit of time, as it is called twice.
-        seed: of what is drawn.
-        effort: how much is tried.
+        problem: any problem.
+        place: the planner, without a time limit, as it is called twice.
+        seed: seed of all draws.
+        effort: the number of trials.
     """
     return _Inspection(problem, place, random.Random(f"checks of {seed}"), effort).run()
 
@@ -113,7 +113,7 @@ class _Inspection:
         try:
             solution = self._call(self.problem)
         except InfeasibleError as error:
-            self._refused(error)
+            self._check_infeasible(error)
             return self.found
         if solution is None:
             return self.found
@@ -127,7 +127,7 @@ class _Inspection:
         self._walk()
         for _ in range(self.effort.restricted):
             self._restrict()
-        if self.effort.again:
+        if self.effort.place_twice:
             self._place_again()
         return self.found
 
@@ -142,10 +142,10 @@ class _Inspection:
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{where.filename.rpartition('/')[2]}, {where.name}"
-            self._say(f"raised: {type(error).__name__}{text}: {error} ({place})")
+            self._add_violation(f"raised: {type(error).__name__}{text}: {error} ({place})")
             return None
 
-    def _say(self, text: str) -> None:
+    def _add_violation(self, text: str) -> None:
         self.found.violations.append(text)
 
     def _offer(self, found: Evaluation | None, source: str) -> None:
@@ -155,14 +155,14 @@ class _Inspection:
             return
         assignment = found.schedule.assignment
         if self.space is self.whole and self._without_offload(found) and not self._plan_is_plain:
-            self._say(f"offload: though {source} fits the accelerators, in {found.seconds:.6g} s")
+            self._add_violation(f"offload: though {source} fits the accelerators, in {found.seconds:.6g} s")
         if self.space.objection(assignment) is not None:
             return
         assert self.found.best is not None
         if found.seconds < self.found.best.seconds:
             self.found.best, self.found.source = found, source
         if solution.bound.seconds > found.seconds * TIGHT:
-            self._say(
+            self._add_violation(
                 f"bound: {solution.bound.seconds:.6g} s ({solution.bound.text}), {source} takes "
                 f"{found.seconds:.6g} s, the plan {solution.evaluation.seconds:.6g} s"
             )
@@ -180,13 +180,13 @@ class _Inspection:
         return self._without_offload(self.found.solution.evaluation)
 
     def _without_offload(self, found: Evaluation) -> bool:
-        """Whether it is on accelerators alone, where there are some."""
+        """Whether a placement is on accelerators alone, if there are any."""
         return bool(self.plain.accelerators) and self.plain.objection(found.schedule.assignment) is None
 
     # -- every placement ----------------------------------------------------------------------------------
 
     def _spaces(self) -> list[Space]:
-        """That without offload first, as its placements are preferred."""
+        """The space without offload comes first, as its placements are preferred."""
         return [self.plain, self.whole] if self.plain.accelerators else [self.whole]
 
     def _try_all(self) -> None:
@@ -198,7 +198,7 @@ class _Inspection:
             self._offer(best, "the best of all")
             self.found.complete |= space is self.space
 
-    def _refused(self, error: InfeasibleError) -> None:
+    def _check_infeasible(self, error: InfeasibleError) -> None:
         """Check the planner's claim that no placement fits."""
         for space in self._spaces():
             if space.count <= self.effort.placements:
@@ -207,22 +207,22 @@ class _Inspection:
         if self.found.best is None and not self.found.complete:
             self.found.best = least_excess(self.whole, self.draw, 4 * self.effort.steps)
         if self.found.best is not None:
-            self._say(f"infeasible: but one placement fits, in {self.found.best.seconds:.6g} s")
+            self._add_violation(f"infeasible: but one placement fits, in {self.found.best.seconds:.6g} s")
         topology = self.problem.topology
         if not error.needed:
             return
         if all(error.needed.get(spec.key, 0) <= spec.memory for spec in topology.devices):
-            self._say(f"needed: {error.needed} is not more than there is")
-        enough = replace(self.problem, topology=topology.with_memory(error.needed))
+            self._add_violation(f"needed: {error.needed} is not more than there is")
+        enlarged = replace(self.problem, topology=topology.with_memory(error.needed))
         try:
-            solution = self._call(enough, ", with the budgets that are needed")
+            solution = self._call(enlarged, ", with the budgets that are needed")
         except InfeasibleError:
-            self._say(f"needed: {error.needed} do not")
+            self._add_violation(f"needed: {error.needed} do not")
             return
         if solution is None:
             return
-        space = bounded(enough, solution)
-        self.found.violations += [f"needed, {text}" for text in sound(enough, space, solution)]
+        space = bounded(enlarged, solution)
+        self.found.violations += [f"needed, {text}" for text in sound(enlarged, space, solution)]
 
     # -- some of them -------------------------------------------------------------------------------------
 
@@ -231,14 +231,14 @@ class _Inspection:
         assert self.found.best is not None
         now = self.found.best
         for _ in range(self.effort.steps):
-            near = evaluate(self.problem, changed(self.space, now.schedule.assignment, self.draw))
-            if near.feasible and near.seconds <= now.seconds:
-                now = near
+            neighbour = evaluate(self.problem, changed(self.space, now.schedule.assignment, self.draw))
+            if neighbour.feasible and neighbour.seconds <= now.seconds:
+                now = neighbour
         self._offer(now, "a random walk")
 
     def _restrict(self) -> None:
         """The plan of a problem with further rules, and its bound against the plan of the free one."""
-        text, restricted = restriction(self.problem, self.space, self._own, self.draw)
+        text, restricted = restriction(self.problem, self.space, self._best_assignment, self.draw)
         if restricted is None:
             return
         try:
@@ -249,7 +249,7 @@ class _Inspection:
             return
         space = bounded(restricted, solution)
         wrong = sound(restricted, space, solution)
-        self.found.violations += [f"{each} (with {text})" for each in wrong]
+        self.found.violations += [f"{violation} (with {text})" for violation in wrong]
         if wrong:
             return
         assignment = solution.evaluation.schedule.assignment
@@ -261,25 +261,25 @@ class _Inspection:
             if not other.feasible or space.objection(other.schedule.assignment) is not None:
                 continue
             if solution.bound.seconds > other.seconds * TIGHT:
-                self._say(
+                self._add_violation(
                     f"bound: {solution.bound.seconds:.6g} s ({solution.bound.text}) with {text}, "
                     f"{self.found.source} takes {other.seconds:.6g} s"
                 )
 
     @property
-    def _own(self) -> Assignment:
+    def _best_assignment(self) -> Assignment:
         assert self.found.best is not None
         return self.found.best.schedule.assignment
 
     def _place_again(self) -> None:
         assert self.found.solution is not None
-        again, first = self._call(self.problem, ", the second time"), self.found.solution
-        if again is None:
+        second, first = self._call(self.problem, ", the second time"), self.found.solution
+        if second is None:
             return
-        if again.evaluation.schedule.assignment != first.evaluation.schedule.assignment:
-            self._say("determinism: another plan the second time")
-        elif again.bound != first.bound:
-            self._say("determinism: another bound the second time")
+        if second.evaluation.schedule.assignment != first.evaluation.schedule.assignment:
+            self._add_violation("determinism: another plan the second time")
+        elif second.bound != first.bound:
+            self._add_violation("determinism: another bound the second time")
 
 
 def bounded(problem: Problem, solution: Solution) -> Space:
@@ -296,15 +296,15 @@ def sound(problem: Problem, space: Space, solution: Solution) -> list[str]:
     """The violations of a solution by itself.
 
     Args:
-        problem: that was placed.
-        space: the placements for which its bound is said to hold.
-        solution: of the planner.
+        problem: the placed problem.
+        space: the placements that the scope of its bound covers.
+        solution: the planner's solution.
     """
     found, bound, wrong = solution.evaluation, solution.bound.seconds, []
     if not found.feasible:
         wrong.append(f"feasible: {found.seconds} s, over by {dict(found.excess)}")
     if evaluate(problem, found.schedule.assignment) != found:
-        wrong.append("evaluation: not what the evaluator says of its assignment")
+        wrong.append("evaluation: differs from the evaluator's for its assignment")
     if (objection := space.objection(found.schedule.assignment)) is not None:
         wrong.append(f"rules: {objection}")
     if not (math.isfinite(bound) and 0 <= bound <= found.seconds * TIGHT):
@@ -350,9 +350,9 @@ def least_excess(space: Space, draw: random.Random, steps: int) -> Evaluation | 
     for _ in range(steps):
         if now.feasible:
             return now
-        near = evaluate(space.problem, changed(space, now.schedule.assignment, draw))
-        if sum(near.excess.values()) <= sum(now.excess.values()):
-            now = near
+        neighbour = evaluate(space.problem, changed(space, now.schedule.assignment, draw))
+        if sum(neighbour.excess.values()) <= sum(now.excess.values()):
+            now = neighbour
     return now if now.feasible else None
 
 
@@ -365,10 +365,10 @@ def restriction(
     """A restricted problem, whose placements are also those of the free one, and a text of its restrictions.
 
     Args:
-        problem: the free one.
+        problem: the free problem.
         space: its placements.
-        known: one of them, of which some of the pins are taken.
-        draw: chance.
+        known: one of them, from which some pins are taken.
+        draw: random numbers.
     """
     kinds = [_fewer_devices, _pins, _homes, _smaller_budgets, _no_offload]
     for make in draw.sample(kinds, len(kinds)):

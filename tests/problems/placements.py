@@ -59,27 +59,32 @@ def random_homes(arrays: Arrays, devices: Ints, draw: random.Random) -> Ints:
     return chosen
 
 
-# no CPU beside the accelerators, so that nothing can be streamed
+# no CPU, so that nothing can be streamed
 RESIDENT: Mapping[str, float] = {"equal cards": 2, "mixed cards": 2, "one card": 0.3}
 
 
 def resident_problems(
-    parameters: Parameters, seeds: int, most: int = 5000
+    parameters: Parameters, seeds: int, max_placements: int = 5000
 ) -> Iterator[tuple[Arrays, Problem]]:
-    """Random problems without the CPU of so few placements that all can be tried."""
+    """Random problems without the CPU with so few placements that all can be tried."""
     parameters = replace(parameters, devices=RESIDENT)
     for seed in range(seeds):
         problem = random_instance(seed, parameters).problem
         arrays = Arrays(problem)
-        if len(arrays.units) and arrays.computing ** (len(arrays.units) + len(arrays.shared)) <= most:
+        if (
+            len(arrays.units)
+            and arrays.computing ** (len(arrays.units) + len(arrays.shared)) <= max_placements
+        ):
             yield arrays
 
 
 def all_placements(arrays: Arrays) -> Iterator[tuple[Ints, Ints]]:
-    """Devices of operations and homes of shared weights, wherever they may be."""
-    able = [np.flatnonzero(np.isfinite(arrays.compute[:, members]).all(axis=1)) for members in arrays.units]
+    """All devices of operations and homes of shared weights."""
+    devices_of_units = [
+        np.flatnonzero(np.isfinite(arrays.compute[:, members]).all(axis=1)) for members in arrays.units
+    ]
     homes = list(itertools.product(range(arrays.computing), repeat=len(arrays.shared)))
-    for units in itertools.product(*able):
+    for units in itertools.product(*devices_of_units):
         devices = arrays.expand(np.array(units, dtype=np.int64))
         for home in homes:
             chosen = np.full(len(arrays.names), -1)

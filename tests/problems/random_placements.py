@@ -84,7 +84,7 @@ def measure(seed: int, tiny: float, placements: int) -> Record:
             calls.append(time.process_time() - start)
 
     start = time.process_time()
-    effort = Effort(placements, restricted=1 if small else 2, again=seed % AGAIN == 0)
+    effort = Effort(placements, restricted=1 if small else 2, place_twice=seed % AGAIN == 0)
     found = inspect(instance.problem, timed, seed, effort)
     return Record(
         str(instance),

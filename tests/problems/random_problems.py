@@ -168,8 +168,8 @@ def with_disk(instance: Instance) -> Problem:
     values = _bytes_on_one(problem) - graph.weight_bytes
     largest, memory = max((w.nbytes for w in graph.weights.values()), default=0), dict[DeviceKey, int]()
     for spec in topology.devices:
-        least, most, unit = (1, 2.5, largest) if spec.is_accelerator else (0, 0.6, graph.weight_bytes)
-        memory[spec.key] = spec.reserve + values + int(draw.uniform(least, most) * unit)
+        low, high, unit = (1, 2.5, largest) if spec.is_accelerator else (0, 0.6, graph.weight_bytes)
+        memory[spec.key] = spec.reserve + values + int(draw.uniform(low, high) * unit)
     topology = topology.with_memory(memory)
     disk = DeviceSpec(DISK, DISK, int(graph.weight_bytes * draw.choice((0.5, 2, 2, 2))), 0.0, 0.0, 0.0)
     links = {
@@ -185,24 +185,24 @@ def restrict(problem: Problem, rules: Rules, homes: Mapping[str, DeviceKey] | No
     """The same problem with further pins; None if they contradict its own.
 
     Args:
-        problem: any.
+        problem: any problem.
         rules: operation -> devices that it may run on.
-        homes: weight -> where it lives, and its readers run where it is not streamable.
+        homes: weight -> its device, where its readers run too if it is not streamable.
     """
     graph, fixed = problem.graph, dict(problem.fixed_weights)
-    asked: dict[str, list[frozenset[DeviceKey]]] = defaultdict(list)
+    rules_of: dict[str, list[frozenset[DeviceKey]]] = defaultdict(list)
     for name, rule in (*problem.allowed.items(), *rules.items()):
-        asked[name].append(rule)
+        rules_of[name].append(rule)
     for name, key in (homes or {}).items():
         if fixed.setdefault(name, key) != key:
             return None
         if not graph.weights[name].streamable:
             for reader in graph.readers.get(name, ()):
-                asked[reader].append(frozenset({key}))
+                rules_of[reader].append(frozenset({key}))
     for group in graph.together:
-        common = [rule for name in group for rule in asked.get(name, ())]
-        asked.update({name: list(common) for name in group} if common else {})
-    allowed = {name: frozenset.intersection(*common) for name, common in asked.items()}
+        common = [rule for name in group for rule in rules_of.get(name, ())]
+        rules_of.update({name: list(common) for name in group} if common else {})
+    allowed = {name: frozenset.intersection(*common) for name, common in rules_of.items()}
     return replace(problem, allowed=allowed, fixed_weights=fixed) if all(allowed.values()) else None
 
 
@@ -211,13 +211,13 @@ def restrict(problem: Problem, rules: Rules, homes: Mapping[str, DeviceKey] | No
 
 def random_graph(draw: random.Random, parameters: Parameters) -> Graph:
     """A graph of some operations, verified."""
-    graph = _Growing(draw, parameters).grow(draw.randint(*parameters.operations))
+    graph = _GraphBuilder(draw, parameters).grow(draw.randint(*parameters.operations))
     graph.verify()
     return graph
 
 
-class _Growing:
-    """A graph while operations are added to it, one after the other."""
+class _GraphBuilder:
+    """Builds a graph by adding operations one after the other."""
 
     def __init__(self, draw: random.Random, parameters: Parameters) -> None:
         self.draw, self.parameters = draw, parameters
@@ -269,18 +269,18 @@ class _Growing:
             groups.append(tuple(names[first : first + size] if in_a_row else self.draw.sample(names, size)))
         return groups
 
-    def _one_of(self, what: str, least: float, most: float) -> float:
-        """Between these, evenly in orders of magnitude; or one of the few levels of what it is for."""
-        known = self.drawn.setdefault(what, [])
-        levels = self.levels.setdefault(what, self.draw.randint(1, 3 if what == "weight" else 2))
-        if self.repeated and len(known) == levels:
-            return self.draw.choice(known)
-        known.append(_log_uniform(self.draw, least, most))
-        return known[-1]
+    def _draw_level(self, quantity: str, low: float, high: float) -> float:
+        """Draw log-uniformly between the limits; or one of the few levels of this quantity."""
+        drawn = self.drawn.setdefault(quantity, [])
+        levels = self.levels.setdefault(quantity, self.draw.randint(1, 3 if quantity == "weight" else 2))
+        if self.repeated and len(drawn) == levels:
+            return self.draw.choice(drawn)
+        drawn.append(_log_uniform(self.draw, low, high))
+        return drawn[-1]
 
-    def _bytes(self, what: str, divisor: int = 4) -> int:
-        least, most = self.parameters.nbytes
-        return self.scale * 4 * math.ceil(self._one_of(what, least, most) / (4 * divisor))
+    def _bytes(self, quantity: str, divisor: int = 4) -> int:
+        low, high = self.parameters.nbytes
+        return self.scale * 4 * math.ceil(self._draw_level(quantity, low, high) / (4 * divisor))
 
     def _value(self, name: str) -> str:
         nbytes = self._bytes("value")
@@ -329,8 +329,8 @@ class _Growing:
 
     def _work(self) -> tuple[int, int]:
         """FLOP and bytes of an operation, which is bound by either."""
-        least, most = self.parameters.seconds
-        computing, reading = self._one_of("FLOP", least, most), self._one_of("bytes", least, most)
+        low, high = self.parameters.seconds
+        computing, reading = self._draw_level("FLOP", low, high), self._draw_level("bytes", low, high)
         return int(computing * FLOPS), int(reading * BANDWIDTH)
 
     def _workspace(self) -> dict[str, int]:
@@ -366,7 +366,7 @@ class _Growing:
         self._add(Operation(name, "split", reads, tuple(made), (), flops, nbytes))
 
     def _view(self, name: str) -> None:
-        """Of a value, or now and then of a weight."""
+        """A view of a value, or sometimes of a weight."""
         weight = self._weight() if self.draw.random() < 0.15 else None
         base = weight or self._reads()[0]
         self._add(Operation(name, "view", (base,), (self._alias(f"{name}.0", base),)))
@@ -382,7 +382,7 @@ class _Growing:
         self._add(Operation(name, "size", (self.draw.choice(self.made),), (f"{name}.0",), host_only=True))
 
     def _write(self, name: str) -> None:
-        """Statistics of a normalisation, or now and then what the caller passed in."""
+        """A write to statistics of a normalisation, or sometimes to an input."""
         reads, written = self._reads(), [name for name, weight in self.weights.items() if weight.mutated]
         if self.draw.random() < 0.1:
             target = self.draw.choice(self.inputs)
@@ -414,14 +414,14 @@ def _choose(draw: random.Random, shares: Mapping[str, float]) -> str:
     return draw.choices(list(shares), list(shares.values()))[0]
 
 
-def _log_uniform(draw: random.Random, least: float, most: float) -> float:
-    return math.exp(draw.uniform(math.log(least), math.log(most)))
+def _log_uniform(draw: random.Random, low: float, high: float) -> float:
+    return math.exp(draw.uniform(math.log(low), math.log(high)))
 
 
-def _random_devices(draw: random.Random, kind: str, most: int) -> Topology:
+def _random_devices(draw: random.Random, kind: str, limit: int) -> Topology:
     """GPUs and links; their memory is chosen later."""
-    least, highest, with_cpu = DEVICES[kind]
-    count = draw.randint(least, max(least, min(highest, most)))
+    low, high, with_cpu = DEVICES[kind]
+    count = draw.randint(low, max(low, min(high, limit)))
     device = draw.choice(("sim", "cuda"))
     overhead = draw.choice((0.0, 4e-6))
     specs = []
@@ -447,7 +447,7 @@ def _random_links(draw: random.Random, keys: list[DeviceKey]) -> dict[tuple[Devi
     """Links: all equal, some pairs faster, or each its own, in one direction or both."""
     kind = draw.choice(("alike", "pairs", "pairs", "own", "one way"))
     links: dict[tuple[DeviceKey, DeviceKey], Link] = {}
-    usual, fast = _random_link(draw), Link(draw.choice((1e11, 3e11)), draw.choice((0.0, 2e-6)))
+    slow, fast = _random_link(draw), Link(draw.choice((1e11, 3e11)), draw.choice((0.0, 2e-6)))
     to_cpu = _random_link(draw)
     for first in keys:
         for second in keys:
@@ -456,7 +456,7 @@ def _random_links(draw: random.Random, keys: list[DeviceKey]) -> dict[tuple[Devi
             if CPU in (first, second) and kind in ("alike", "pairs"):
                 links[first, second] = to_cpu
             elif kind == "pairs":
-                links[first, second] = fast if draw.random() < 0.4 else usual
+                links[first, second] = fast if draw.random() < 0.4 else slow
             elif kind != "alike":
                 links[first, second] = _random_link(draw)
     return links

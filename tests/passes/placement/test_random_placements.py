@@ -49,7 +49,7 @@ def found_wrong(parameters: Parameters, block: int, size: int, effort: Effort) -
     wrong = []
     for seed in range(block * size, (block + 1) * size):
         instance = random_instance(seed, parameters)
-        effort = replace(effort, again=seed % 8 == 0)
+        effort = replace(effort, place_twice=seed % 8 == 0)
         wrong += [f"{instance}: {text}" for text in violations(instance.problem, place, seed, effort)]
     return wrong
 
@@ -254,7 +254,7 @@ def by_brute_force(problem: Problem) -> Solution:
 
 @pytest.mark.parametrize(("seeds", "least"), [(12, 3), pytest.param(40, 10, marks=pytest.mark.slow)])
 def test_checks_accept_exhaustive_optimum(seeds: int, least: int) -> None:
-    placed, effort = 0, Effort(placements=300, restricted=3, again=True)
+    placed, effort = 0, Effort(placements=300, restricted=3, place_twice=True)
     for seed in range(seeds):
         problem = random_instance(seed, TINY).problem
         if Space(problem, alone=False).count <= effort.placements:

@@ -56,7 +56,7 @@ def returns_weights(arrays: Arrays) -> bool:
 
 def test_relaxed_states_only_lower_the_bound() -> None:
     lower = 0
-    for arrays in resident_problems(TINY, 120, most=10**5):
+    for arrays in resident_problems(TINY, 120, max_placements=10**5):
         exact = without_budgets(arrays)
         for states in (1, 4, 12):
             relaxed = without_budgets(arrays, states)

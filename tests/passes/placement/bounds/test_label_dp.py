@@ -56,7 +56,7 @@ def light(graph: Graph) -> Graph:
 
 def light_problems(seeds: int) -> list[Arrays]:
     found = []
-    for arrays in resident_problems(LIGHT, seeds, most=1500):
+    for arrays in resident_problems(LIGHT, seeds, max_placements=1500):
         problem = replace(arrays.problem, graph=light(arrays.graph), host=CPU)
         specs = [replace(s, device=f"sim:{s.key}", memory=s.memory + 8192) for s in problem.topology.devices]
         topology = replace(problem.topology, devices=tuple(specs))
@@ -116,7 +116,7 @@ def test_a_narrow_search_proves_no_more_than_a_wide_one(width: int) -> None:
 
 @pytest.mark.parametrize("count", [50, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_bound_is_not_above_the_best_placement(count: int) -> None:
-    for arrays in resident_problems(TINY, count, most=500):
+    for arrays in resident_problems(TINY, count, max_placements=500):
         best = best_of_all(arrays)
         for states in (4, 10**6):
             relaxation = relax(arrays, states)

@@ -43,7 +43,7 @@ def bound_of(arrays: Arrays, known: float, *, streaming: bool) -> float:
 @pytest.mark.parametrize("count", [60, pytest.param(120, marks=pytest.mark.slow)])
 def test_the_bound_is_not_above_the_best_placement(count: int) -> None:
     compared, tight = 0, 0
-    for arrays in resident_problems(TINY, count, most=1000):
+    for arrays in resident_problems(TINY, count, max_placements=1000):
         best = best_of_all(arrays)
         if best == math.inf:
             continue
@@ -58,7 +58,7 @@ def test_the_bound_is_not_above_the_best_placement(count: int) -> None:
 
 def test_streaming_bound_holds_for_resident_placements() -> None:
     """A placement without the CPU is one with it."""
-    for arrays in resident_problems(TINY, 60, most=500):
+    for arrays in resident_problems(TINY, 60, max_placements=500):
         best = best_of_all(arrays)
         if best < math.inf:
             assert bound_of(arrays, best, streaming=True) <= best * TIGHT
@@ -225,7 +225,7 @@ def test_identical_gpus_are_grouped_unless_links_differ() -> None:
 
 
 def test_bound_over_device_groups_holds() -> None:
-    for arrays in resident_problems(TINY, 80, most=1000):
+    for arrays in resident_problems(TINY, 80, max_placements=1000):
         best = best_of_all(arrays)
         if best < math.inf:
             with steered(milp, milp_variables=1):

@@ -36,7 +36,7 @@ def improved(arrays: Arrays, target_bound: float = math.inf) -> Relaxation:
 @pytest.mark.parametrize("count", [80, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_bound_is_not_above_the_best_placement(count: int) -> None:
     compared, tight = 0, 0
-    for arrays in resident_problems(TINY, count, most=1000):
+    for arrays in resident_problems(TINY, count, max_placements=1000):
         best, found = best_of_all(arrays), improved(arrays)
         assert found.bound <= best * TIGHT
         assert found.possible or best == math.inf
@@ -48,7 +48,7 @@ def test_the_bound_is_not_above_the_best_placement(count: int) -> None:
 
 def test_every_price_gives_a_bound() -> None:
     draw = np.random.default_rng(1)
-    for arrays in resident_problems(TINY, 60, most=1000):
+    for arrays in resident_problems(TINY, 60, max_placements=1000):
         best, found = best_of_all(arrays), relax(arrays)
         if not found.possible:
             assert best == math.inf
@@ -62,7 +62,7 @@ def test_every_price_gives_a_bound() -> None:
 def test_slope_is_a_supergradient_of_the_bound() -> None:
     """The bound is concave in the prices, so that a cutting plane is never below it."""
     draw = np.random.default_rng(2)
-    for arrays in resident_problems(TINY, 40, most=1000):
+    for arrays in resident_problems(TINY, 40, max_placements=1000):
         found = relax(arrays)
         if not found.possible:
             continue
@@ -99,7 +99,7 @@ def test_price_of_a_byte_may_exceed_a_forward_pass() -> None:
 
 
 def test_cost_to_go_of_start_equals_the_bound() -> None:
-    for arrays in resident_problems(TINY, 40, most=1000):
+    for arrays in resident_problems(TINY, 40, max_placements=1000):
         found = improved(arrays)
         if not found.possible or not found.bound:
             continue
