@@ -19,14 +19,14 @@ Hooks = tuple[dict[int, Any], Sequence[int]]
 @contextmanager
 def without_hooks(hooks: Sequence[Hooks]) -> Iterator[None]:
     """Context manager that removes these hooks from their tables until it exits."""
-    before = [(table, dict(table)) for table, _ in hooks]
+    originals = [(table, dict(table)) for table, _ in hooks]
     for table, keys in hooks:
         for key in keys:
             del table[key]
     try:
         yield
     finally:
-        for table, contents in before:
+        for table, contents in originals:
             table.clear()  # hooks run in the order of their table
             table.update(contents)
 

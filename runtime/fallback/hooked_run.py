@@ -69,7 +69,7 @@ class HookedRun:
     running: list[_Running] = field(default_factory=list)
     devices: Mapping[int, torch.device | None] = field(default_factory=dict)
 
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def pre_hook(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Copy a module's inputs and own tensors, and its layer of each KV cache, to where it runs."""
         device = self.host if self.execution_mode.gathered else self.devices[id(module)]
         if device is not None and device.type == CPU and self.compute_device is not None:
@@ -88,7 +88,7 @@ class HookedRun:
                 _move_cache_layer(value, layer, device)
         return running.input_replacement.apply((args, kwargs))
 
-    def after(self, _module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
+    def post_hook(self, _module: nn.Module, _args: Any, _kwargs: Any, result: Any) -> Any:
         """Restore the original tensors; return the result, on the caller's device if the mode says so."""
         running = self.running.pop()
         running.restore()
@@ -105,7 +105,7 @@ class HookedRun:
         """Restore the tensors of all running modules: torch calls no hook after an interrupt."""
         with ExitStack() as stack:  # the innermost first, the others also after an error
             for running in self.running:
-                stack.callback(self.after, running.module, (), {}, None)
+                stack.callback(self.post_hook, running.module, (), {}, None)
 
     @property
     def device(self) -> torch.device:
@@ -273,18 +273,18 @@ def run_hooked(
     call.devices = devices_of(tree)
     together = on_one_device(lambda: call.device) if call.execution_mode.together else nullcontext()
     for part in list(tree.modules())[1:]:  # hooks of the root would run in calls by other threads
-        hooks.append(part.register_forward_pre_hook(_Hook(call.before), with_kwargs=True, prepend=True))
-        hooks.append(part.register_forward_hook(_Hook(call.after), with_kwargs=True, always_call=True))
+        hooks.append(part.register_forward_pre_hook(_Hook(call.pre_hook), with_kwargs=True, prepend=True))
+        hooks.append(part.register_forward_hook(_Hook(call.post_hook), with_kwargs=True, always_call=True))
     try:
         run = entry_of(tree, entry)
         if isinstance(run, nn.Module):
             with together:
                 return run(*args, **kwargs)
         owner = tree.get_submodule(entry.partition(":")[0])  # is not called itself: no hook runs for it
-        args, kwargs = call.before(owner, args, kwargs)
+        args, kwargs = call.pre_hook(owner, args, kwargs)
         with together:
             result = run(*args, **kwargs)
-        return call.after(owner, args, kwargs, result)
+        return call.post_hook(owner, args, kwargs, result)
     finally:
         if call.running:
             call.end()

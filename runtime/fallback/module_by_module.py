@@ -101,7 +101,7 @@ class ModularCalls:
     Attributes:
         structures: these structures.
         traced: hooks of submodules that were traced, or that the model itself added in such a call.
-        names: of each module, the root first, the names of attributes and parameters when it was traced.
+        names: the names of attributes and parameters when it was traced, of each module, the root first.
         changed_module: whether such a call has changed attributes of the module.
     """
 
@@ -216,11 +216,11 @@ def with_same_buffers(module: nn.Module) -> Iterator[None]:
 
     A replacement of another shape or dtype stays, and is moved to the device of the original.
     """
-    before = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    originals = [(part._buffers, dict(part._buffers)) for part in module.modules()]
     try:
         yield
     finally:
-        for table, buffers in before:
+        for table, buffers in originals:
             for name, original in buffers.items():
                 assigned = table.get(name)
                 if original is None or assigned is None or assigned is original:

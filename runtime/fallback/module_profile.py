@@ -51,14 +51,14 @@ def profile_call(
     """Profile one call of ``run``, which is the module or calls it; its errors pass through.
 
     Raises:
-        CaptureError: ``torch.cond`` or the like calls a module: torch compiles what they call, hooks and all.
+        CaptureError: ``torch.cond`` or the like calls a module: torch compiles it, with its hooks.
     """
     profile = CallProfile()
     tensors = tensors_in(leaves_of((args, kwargs)))
     counted = LiveBytes([*module.parameters(), *module.buffers(), *tensors], _has_storage)
     handles = []
 
-    def before(name: str, _module: nn.Module, _args: Any) -> None:
+    def pre_hook(name: str, _module: nn.Module, _args: Any) -> None:
         if counted.within is not None:
             raise CaptureError(
                 f"torch.{counted.within} calls {name!r}: in a model without a graph it may call no module. "
@@ -67,13 +67,13 @@ def profile_call(
         if name not in profile.order:
             profile.order.append(name)
 
-    def after(name: str, _module: nn.Module, _args: Any, result: Any) -> None:
+    def post_hook(name: str, _module: nn.Module, _args: Any, result: Any) -> None:
         tensors = [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
         profile.outputs[name] = sum(leaf.numel() * leaf.element_size() for leaf in tensors)
 
     for name, part in module.named_modules():
-        handles.append(part.register_forward_pre_hook(partial(before, name)))
-        handles.append(part.register_forward_hook(partial(after, name)))
+        handles.append(part.register_forward_pre_hook(partial(pre_hook, name)))
+        handles.append(part.register_forward_hook(partial(post_hook, name)))
     try:
         with torch.set_grad_enabled(keep_grad), counted:
             run(*args, **kwargs)

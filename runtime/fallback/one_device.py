@@ -1,4 +1,4 @@
-"""Copy the operands of an operation to one device where they are on several."""
+"""Copy the operands of an operation to one device if they are on several."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def is_on_one_device() -> bool:
 
 
 @contextmanager
-def as_outside() -> Iterator[None]:
+def without_one_device() -> Iterator[None]:
     """Context manager that suspends :func:`on_one_device`."""
     with without_current_mode(), compiling("default"):
         yield

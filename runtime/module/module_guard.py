@@ -137,20 +137,20 @@ class _IdentityCheck:
             return False
 
 
-def _difference(before: Mapping[str, Fact], now: Mapping[str, Fact]) -> str | None:
-    for name, fact in now.items():
+def _difference(before: Mapping[str, Fact], current: Mapping[str, Fact]) -> str | None:
+    for name, fact in current.items():
         known = before.get(name)
         if known is None and (fact.matters if fact.attribute is None else fact.attribute in before):
             return f"{name} is new"
         if known is not None and not _equal(known.value, fact.value):
-            was, is_now = _value_text(known.value), _value_text(fact.value)
-            return f"{name} was {was} and is {'another' if was == is_now else is_now}"
-    gone = next((name for name in before if name not in now), None)
+            was, current_text = _value_text(known.value), _value_text(fact.value)
+            return f"{name} was {was} and is {'another' if was == current_text else current_text}"
+    gone = next((name for name in before if name not in current), None)
     return None if gone is None else f"{gone} is gone"
 
 
-def _is_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
-    return (before.dtype, before.shape) == (now.dtype, now.shape)
+def _is_alike(before: torch.Tensor, current: torch.Tensor) -> bool:
+    return (before.dtype, before.shape) == (current.dtype, current.shape)
 
 
 def _shared(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -162,12 +162,14 @@ def _shared(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, tor
             yield known, tensor
 
 
-def _equal(before: Any, now: Any) -> bool:
-    if before is now or before is ANY or now is ANY:
+def _equal(before: Any, current: Any) -> bool:
+    if before is current or before is ANY or current is ANY:
         return True
-    comparable = type(before) is type(now) and all(is_plain(v) or is_container(v) for v in (before, now))
+    comparable = type(before) is type(current) and all(
+        is_plain(v) or is_container(v) for v in (before, current)
+    )
     # 1 == 1.0 == True and 0.0 == -0.0, which code distinguishes
-    return comparable and bool(before == now) and snapshot(before).plain() == snapshot(now).plain()
+    return comparable and bool(before == current) and snapshot(before).plain() == snapshot(current).plain()
 
 
 def _value_text(value: Any) -> str:

@@ -42,7 +42,7 @@ from graphplan.runtime.fallback.module_by_module import (
     run_by_modules,
     with_same_buffers,
 )
-from graphplan.runtime.fallback.one_device import as_outside, is_on_one_device
+from graphplan.runtime.fallback.one_device import is_on_one_device, without_one_device
 from graphplan.runtime.fallback.replaced_tensors import tensors_in, to_device
 from graphplan.runtime.memory.host_pages import Pages
 from graphplan.runtime.memory.shared_memory import join_memory
@@ -117,7 +117,7 @@ class PlacedModule(ViewAttributes, KeptInPlace):
         if runs_own_code(self):  # the caller is the module's own code, or a hook
             return _to_input_device(self, entry_of(self, entry)(*args, **kwargs), args, kwargs)
         if is_on_one_device():
-            with as_outside():
+            with without_one_device():
                 return self._graphplan_enter(entry, signature, args, kwargs, record)
         while True:  # until the module is placed for the call: another thread may change it meanwhile
             if self._graphplan.start is not None or _find_change(self) is not None:

@@ -32,7 +32,7 @@ from graphplan.runtime.memory.pinned_buffers import Staging, flat_bytes
 from graphplan.runtime.weights.weight_changes import require_planned
 
 _BUFFERS = 2
-_CALLED_WITHIN = (
+_CALLED_DURING_BACKWARD = (
     "a hook has called the model during its backward pass: both stream weights into the same memory, so that "
     "the rest of the pass would read wrong ones. Call the model after backward()"
 )
@@ -55,11 +55,11 @@ class _Storage:
 
         After a call of another structure, or one that failed, copies wait for all earlier computation.
         """
-        follows = self.user is user and self.unreleased <= 0
+        continues = self.user is user and self.unreleased <= 0
         self.unreleased = segments
         self.entries += 1
         self.queues.adopt_current_stream()
-        if not follows:
+        if not continues:
             self.queues.copies_wait_for_all_work()
         self.user = user
 
@@ -105,11 +105,12 @@ class _LoadedSegment:
         parts: Mapping[int, torch.Tensor],
     ) -> None:
         self.parts = parts
-        self.storage, self.names, self.queues = storage, segment.weights, storage.queues
-        place, self.ready, self.free = slot
-        self.place, self.source = place[: segment.nbytes], source
+        self.storage, self.queues = storage, storage.queues
+        self.names = segment.weights
+        buffer, self.ready, self.free = slot
+        self.target, self.source = buffer[: segment.nbytes], source
         self.views = tuple(
-            shaped(self.place[offset : offset + tensor_bytes(weight)], weight)
+            shaped(self.target[offset : offset + tensor_bytes(weight)], weight)
             for offset, weight in zip(segment.offsets, weights, strict=True)
         )
         self.layouts = tuple(map(_layout, weights))
@@ -123,9 +124,9 @@ class _LoadedSegment:
         in_place = tuple(map(_layout, weights)) == self.layouts
         staging = self.storage.staging
         if in_place and self.parts and staging is not None:
-            staging.copy(self.place, self.parts)
+            staging.copy(self.target, self.parts)
         elif in_place and self.source is not None:
-            self.queues.copy(self.place, self.source)
+            self.queues.copy(self.target, self.source)
         else:  # the caller has replaced a weight, or they are not contiguous: copy one by one
             for name, view, weight in zip(self.names, self.views, weights, strict=True):
                 require_planned(name, weight, self.host, view.dtype, view.shape)
@@ -148,7 +149,7 @@ class _LoadedSegment:
             PlanError: another call has begun since the segment was loaded.
         """
         if self.entry != self.storage.entries:
-            raise PlanError(_CALLED_WITHIN)
+            raise PlanError(_CALLED_DURING_BACKWARD)
         self.queues.record_work(self.free)
         self.storage.unreleased -= 1
 
@@ -180,11 +181,13 @@ class WeightStream:
         for segment in buffer.segments:
             tensors = [weights[name] for name in segment.weights]
             slot, parts = slots[segment.slot], dict[int, torch.Tensor]()
-            if all(map(memory.in_file, tensors)):
+            if all(map(memory.is_in_file, tensors)):
                 parts = dict(zip(segment.offsets, map(flat_bytes, tensors), strict=True))
                 storage.stage(segment.nbytes)
-            source = None if parts else memory.in_one_piece(segment, tensors)
-            self.segments.append(_LoadedSegment(segment, slot, storage, tensors, source, parts))
+            source = None if parts else memory.contiguous_bytes(segment, tensors)
+            self.segments.append(
+                _LoadedSegment(segment, slot, storage, weights=tensors, source=source, parts=parts)
+            )
 
     def __deepcopy__(self, memo: dict[int, object]) -> WeightStream:
         return self  # copies of the generated code share it; a copy of the module makes its own
@@ -273,11 +276,13 @@ class ModuleStreams:
         with torch.inference_mode(False), torch.no_grad():
             return WeightStream(self._storage(device), buffer, weights, self)
 
-    def in_file(self, weight: torch.Tensor) -> bool:
+    def is_in_file(self, weight: torch.Tensor) -> bool:
         """Whether a weight is in a mapped file."""
         return isinstance(self._pages_of(weight), MappedFile)
 
-    def in_one_piece(self, segment: PrefetchSegment, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    def contiguous_bytes(
+        self, segment: PrefetchSegment, weights: Sequence[torch.Tensor]
+    ) -> torch.Tensor | None:
         """Return a segment's bytes if host memory has its weights laid out as the segment, else None."""
         first, pages = weights[0].data_ptr(), self._pages_of(weights[0])
         offsets = tuple(weight.data_ptr() - first for weight in weights)

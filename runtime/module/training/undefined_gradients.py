@@ -42,7 +42,7 @@ def reduced_backward(
     It is for inputs of these shapes. Without ``accumulate`` it leaves the parameters' gradients as they are.
     """
     names = [node.name for node in program.graph.find_nodes(op="placeholder")]
-    inputs = [torch.empty(one, device="meta") if isinstance(one, torch.Size) else one for one in shapes]
+    inputs = [torch.empty(s, device="meta") if isinstance(s, torch.Size) else s for s in shapes]
     sizes = sizes_of_call(program.graph, names, inputs) if absent else {}
     key = absent, accumulate, tuple(sizes.values())
     if key not in code.reduced:
