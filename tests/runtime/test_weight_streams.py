@@ -439,7 +439,7 @@ def test_forked_child_does_not_wait_for_parents_lock() -> None:
 
 
 def test_long_wait_for_the_lock_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module_state, "_LONG", 0.01)
+    monkeypatch.setattr(module_state, "_LONG_WAIT", 0.01)
     lock, said = CallLock(), "run them one after the other"
     with held_by_a_thread(lock, 0.3), pytest.warns(graphplan.GraphplanWarning, match=said), lock:
         pass
