@@ -479,3 +479,17 @@ def test_settled_numbers_leave_users_in_order() -> None:
     _write_numbers(graph)
     assert list(x.users) == sums
     assert all(node.args == (x, 3) for node in sums)
+
+
+def test_constants_that_the_exporter_refuses_are_traced() -> None:
+    class Cast(nn.Module):
+        def forward(self, x: torch.Tensor, dtype: torch.dtype, others: dict[str, Any]) -> torch.Tensor:
+            return x.to(dtype) * others["z"].real * len(others["b"])
+
+    model, x, others = Cast(), torch.randn(3, 4), {"z": 2 + 1j, "b": b"abc"}
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (x, torch.float64, others))
+    for dtype, rows in ((torch.float64, 3), (torch.float16, 3), (torch.float64, 2)):
+        ours, eager = placed(x[:rows], dtype, others), model(x[:rows], dtype, others)
+        assert ours.dtype == eager.dtype
+        assert torch.equal(ours, eager)
+    assert len(placed.plans) == 2  # one for each dtype
