@@ -150,7 +150,7 @@ def _export(
 
 
 def _with_texts(call: BoundCall, forward: Callable[..., Any]) -> tuple[Any, Any, Callable[..., Any]]:
-    """Return a call's arguments, with texts for constants that the exporter refuses, and their ``forward``."""
+    """Return a call's arguments with texts for constants that the exporter refuses, and their ``forward``."""
     constants = {
         f"graphplan {type(leaf).__name__} {leaf!r}": leaf
         for leaf in call.leaves
