@@ -34,6 +34,7 @@ from graphplan.ir.cluster.cluster_plan_data import Objective
 from graphplan.ir.cluster.flight import Flight
 from graphplan.ir.cluster.pipeline_order import PipelineSchedule, rounds_divide
 from graphplan.passes.frontend.annotate import Annotator
+from graphplan.report.cluster.cluster_text import network_text
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.agreement import (
     Made,
@@ -45,6 +46,7 @@ from graphplan.runtime.distributed.agreement import (
 from graphplan.runtime.distributed.cluster_module import ClusterModule
 from graphplan.runtime.distributed.stage_runner import Wire
 from graphplan.version import __version__
+from graphplan.warnings import warn
 
 NETWORK = Link(1.25e9, 50e-6)
 """Default link between machines: 10 Gbit/s and 50 microseconds."""
@@ -180,7 +182,15 @@ class _Example:
         interleaved = self.cluster.flight.schedule == "interleaved"
         search = InterleavedSearch if interleaved else StageSearch
         request = self.request
-        return search(request.model_copy, annotator, self.cluster, request.options, rows).run()
+        plan = search(request.model_copy, annotator, self.cluster, request.options, rows).run()
+        unused = [str(machine) for machine in range(plan.machines) if machine not in plan.used]
+        if unused and plan.objective == "throughput":
+            warn(
+                f"unused machines: {', '.join(unused)}. No plan that uses them was found to be faster. Leave "
+                "them out of machines=, or give larger batches in several microbatches, or network= if it is "
+                f"faster than {network_text(plan.network)}"
+            )
+        return plan
 
     def traced(self) -> Annotator:
         """Return the traced microbatch.

@@ -112,7 +112,7 @@ class PlanOptions:
     microbatches: int = 1
     schedule: PipelineSchedule | None = None
     stages_per_machine: int | None = None
-    objective: Objective = "latency"
+    objective: Objective = "throughput"
     network: Link | None = None
     train: bool = False
     optimizer: Optimizer | None = field(default=None, repr=False)

@@ -129,8 +129,8 @@ def plan(
             ``"interleaved"`` each machine has several stages, so that it waits less. By default ``"1f1b"`` in
             training with at least one microbatch for each machine, otherwise ``"gpipe"``.
         stages_per_machine: number of stages on each machine with ``schedule="interleaved"``, 2 by default.
-        objective: with ``machines``, ``"latency"`` minimises the time of one microbatch, and
-            ``"throughput"`` the time of a whole batch.
+        objective: with ``machines``, ``"throughput"`` minimises the time of a whole batch, and ``"latency"``
+            the time of one microbatch. A warning names machines that make a batch no faster, and are unused.
         network: with ``machines``, the link between any two; 10 Gbit/s and 50 microseconds by default.
         train: plan a training step: forward pass, backward pass and optimizer step, with gradients, saved
             activations and optimizer state within the budgets. It is planned for the modes that the model

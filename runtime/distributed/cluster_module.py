@@ -85,14 +85,15 @@ class ClusterModule(nn.Module):
 
     Attributes:
         plan: plan for all machines.
-        stage: this rank's placed stage, or a module with the weights of several; None if it has no stage.
+        stage: this rank's placed stage, or a module with the weights of several; one with an empty parameter
+            if the rank has no stage.
         traffic: name of a tensor, or ``"tokens"`` -> bytes that this rank has sent of it so far.
     """
 
     def __init__(
         self,
         plan: Any,
-        stage: nn.Module | None,
+        stage: nn.Module,
         signature: inspect.Signature,
         prepare: Callable[[BoundCall, CallKey], ClusterCall],
         *,
@@ -217,7 +218,7 @@ class ClusterModule(nn.Module):
             # only one: each has its own buffers
             self._trainer = cluster_call, loss, cluster_call.trainer(loss)
         trainer = self._trainer[2]
-        if self.stage is None:
+        if dist.get_rank() not in self.plan.used:
             return None
         if trainer is None:
             raise InputError("a training step needs a model that was placed with train=True or grad=True")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphplan.capture.model.model_weights import module_at
@@ -57,8 +58,16 @@ class MachineStages(KeptInPlace):
             table[name] = parameters[name]
 
 
-def join_stages(stages: Sequence[nn.Module]) -> nn.Module | None:
-    """Return the module with the weights of a rank's stages; None if it has no stage."""
+class NoStage(nn.Module):
+    """The module of a rank without a stage: an empty parameter, as optimizers and checkpoints require one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.placeholder = nn.Parameter(torch.empty(0))
+
+
+def join_stages(stages: Sequence[nn.Module]) -> nn.Module:
+    """Return the module with the weights of a rank's stages."""
     if not stages:
-        return None
+        return NoStage()
     return stages[0] if len(stages) == 1 else MachineStages(stages)

@@ -66,14 +66,14 @@ class SharedGradients:
             total, old = tensor.to(shared[name].device), shared[name].grad
             shared[name].grad = total if old is None else old.add_(total)
 
-    def norm(self, stage: nn.Module | None) -> torch.Tensor:
+    def norm(self, stage: nn.Module) -> torch.Tensor:
         """Return the norm of the gradients of all ranks, each weight once; every rank calls this.
 
         Raises:
             ClusterError: another rank does not answer within the group's timeout.
         """
         total = torch.zeros((), dtype=torch.float64)
-        for name, parameter in () if stage is None else stage.named_parameters():
+        for name, parameter in stage.named_parameters():
             if parameter.grad is not None and name not in self.counted_elsewhere:
                 total += torch.linalg.vector_norm(parameter.grad).cpu().double() ** 2
         with waiting_for("the norm of the gradients of the other ranks"):

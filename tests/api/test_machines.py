@@ -53,7 +53,7 @@ def planned(machines: Any, **options: Any) -> ClusterPlan:
 
 
 def test_latency_uses_as_few_machines_as_possible() -> None:
-    plan = planned([{0: int(WEIGHTS * 0.7)}] * 4)
+    plan = planned([{0: int(WEIGHTS * 0.7)}] * 4, objective="latency")
     assert len(plan.stages) == 2
     assert plan.makespan == pytest.approx(plan.latency)
     assert plan.gap >= 0
@@ -108,13 +108,14 @@ def test_shared_weight_gradients_are_counted_while_summed() -> None:
 
 
 def test_uncuttable_model_runs_on_one_machine() -> None:
-    plan = planned([{0: "1GiB", 1: "1GiB"}] * 2, model=nn.Linear(WIDTH, WIDTH))
+    with pytest.warns(graphplan.GraphplanWarning, match="unused machines: 1"):
+        plan = planned([{0: "1GiB", 1: "1GiB"}] * 2, model=nn.Linear(WIDTH, WIDTH))
     assert len(plan.stages) == 1
 
 
 def test_gap_refers_to_the_objective() -> None:
     machines = [{0: int(WEIGHTS * 0.7)}] * 4
-    plan = planned(machines, microbatches=8, x=MANY)
+    plan = planned(machines, microbatches=8, x=MANY, objective="latency")
     assert plan.makespan > 3 * plan.latency
     assert plan.seconds == plan.latency
     assert plan.gap == pytest.approx(1 - plan.lower_bound / plan.latency)
@@ -263,6 +264,22 @@ def test_default_schedule_training_with_enough_microbatches_is_1f1b(
     assert read_cluster([{"cpu": "1GiB"}] * 2, asked).flight.schedule == schedule
 
 
+def test_default_objective_is_time_of_batch() -> None:
+    machines = [{"cpu": "1GiB"}] * 2
+    plan = planned(machines, microbatches=8)
+    assert plan.objective == "throughput"
+    assert plan.used == [0, 1]
+    assert planned(machines, microbatches=8, objective="latency").used == [0]  # without a warning
+
+
+def test_unused_machines_warning_names_each() -> None:
+    with pytest.warns(graphplan.GraphplanWarning, match=r"^unused machines: 1, 2\. .* 1.25 GB/s and 50"):
+        plan = graphplan.plan(
+            nn.Linear(8, 8), machines=[{"cpu": "1GiB"}] * 3, args=(torch.ones(8, 8),), microbatches=4
+        )
+    assert plan.used == [0]
+
+
 def test_page_shows_network_traffic(tmp_path: Path) -> None:
     plan = planned([{"cpu": "1GiB"}] * 2, microbatches=2, objective="throughput")
     plan.save_html(tmp_path / "plan.html")
@@ -317,7 +334,7 @@ def test_saved_activations_require_more_machines_in_training() -> None:
 
 
 def test_1f1b_needs_a_microbatch_per_stage() -> None:
-    asked = PlanOptions(microbatches=2, schedule="1f1b", network=NEAR)
+    asked = PlanOptions(microbatches=2, schedule="1f1b", objective="latency", network=NEAR)
     with pytest.raises(graphplan.InputError, match=r"2 for 3 stages: give microbatches=3 or more"):
         plan_machines(Stack(), [{"cpu": WEIGHTS // 2}] * 4, asked, (X,), None, grad=True)
 

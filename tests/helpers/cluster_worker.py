@@ -714,6 +714,30 @@ def tied() -> None:
     say(f"kept: {shared.grad is not None}")
 
 
+def no_stage(folder: str) -> None:
+    """A usual training loop over a model that one rank trains faster alone: the other rank has no stage."""
+    model, x, target = torch.nn.Linear(8, 8).train(), torch.randn(8, 8), torch.randn(8, 8)
+    placed = graphplan.partition(
+        model, machines=[{"cpu": "1GiB"}] * dist.get_world_size(), args=(x,), microbatches=4,
+        train=True, optimizer=torch.optim.AdamW,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(placed.stage.parameters())
+    for number in range(2):
+        losses = placed.train_step(torch.nn.functional.mse_loss, target, x)
+        norm = placed.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        model_state, state = get_state_dict(placed.stage, optimizer, options=FLAT)
+        both = {"model": model_state, "optimizer": state}
+        checkpoint.save(both, checkpoint_id=f"{folder}/{number}")
+    checkpoint.load(both, checkpoint_id=f"{folder}/0")
+    set_state_dict(
+        placed.stage, optimizer, model_state_dict=model_state, optim_state_dict=state, options=FLAT
+    )
+    sizes = [parameter.numel() for parameter in placed.stage.parameters()]
+    say(f"parameters {sizes}, losses {len(losses or ())}, norm {float(norm) > 0}")
+
+
 def steps(folder: str, count: str, *faults: str) -> None:
     """Training steps up to ``count``, resumed from the last checkpoint, compared with one process."""
     trainer = Trainer()
@@ -877,6 +901,7 @@ CASES: dict[str, Callable[..., None]] = {
     "interleaved": interleaved,
     "kept_results": kept_results,
     "no_batches": no_batches,
+    "no_stage": no_stage,
     "constants": constants,
     "interleaved_more": interleaved_more,
     "memory": memory,

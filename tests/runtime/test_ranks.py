@@ -56,7 +56,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
+def two(checkpoint: Path, three: object, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """The output of two ranks in each case, by rank: processes are started once for all."""
     assert three
     cases = [
@@ -67,6 +67,7 @@ def two(checkpoint: Path, three: object) -> list[dict[str, str]]:
         "--",
         *(["tied", "--", "closed", "--", "steps", str(checkpoint), "3", "--"] if TRAINS else []),
         *(["interleaved", "--"] if TRAINS else []),
+        *(["no_stage", str(tmp_path_factory.mktemp("no_stage")), "--"] if TRAINS else []),
         "fault",
         "forms",
         "0",
@@ -327,6 +328,13 @@ def test_shared_weight_sums_gradients_of_both_stages(two: list[dict[str, str]]) 
         assert stages == "2 stages, copies equal True"
         assert float(gradients.rpartition(" ")[2]) < 1e-5, gradients
         assert float(weights.rpartition(" ")[2]) < 1e-3, weights  # after AdamW, which divides small by small
+
+
+@trains
+def test_training_loop_on_rank_without_stage(two: list[dict[str, str]]) -> None:
+    used, unused = (said(cases["no_stage"])[-1] for cases in two)
+    assert used == "parameters [64, 8], losses 4, norm True"
+    assert unused == "parameters [0], losses 0, norm True"
 
 
 def check_turns(outputs: Sequence[str], names: str) -> None:

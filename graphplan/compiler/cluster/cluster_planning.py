@@ -45,7 +45,7 @@ class Cluster:
     machines: tuple[Topology, ...]
     network: Link
     flight: Flight
-    objective: Objective = "latency"
+    objective: Objective = "throughput"
 
     @property
     def classes(self) -> list[list[int]]:
