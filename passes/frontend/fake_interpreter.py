@@ -60,10 +60,10 @@ class Interpreter:
         """Run one node, and store its value for the nodes that read it.
 
         Args:
-            node: an operation.
-            copied: whether it reads a copy of an argument, moved to its device: a copy is dense, which may
-                make the operation take another path.
-            device_type: of its device, whose kernels determine the strides of the results.
+            node: the operation.
+            copied: whether the operation reads a copy of an argument, moved to its device: a copy is dense,
+                which may make the operation take another path.
+            device_type: type of its device, whose kernels determine the strides of the results.
         """
 
         def argument(source: fx.Node) -> Any:

@@ -12,7 +12,7 @@ def stage_positions(boundaries: Boundaries, held: Sequence[Set[str]]) -> list[in
     """Return cuts for stages that hold these weights, both ends included; the fewest bytes cross each.
 
     Args:
-        boundaries: of the graph of the other trace.
+        boundaries: boundaries of the graph of the other trace.
         held: names of the weights of each stage, in order.
 
     Raises:

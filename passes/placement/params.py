@@ -55,7 +55,7 @@ class SearchParams:
         advice_effort: multiple of the default for the budgets of an error: half of it ended before any
             bisection, more finds no smaller ones.
         call_effort: multiple of the default for each search of one pass among several: more improves the
-            passes' own placements, and not what they have in common.
+            passes' own placements, and not their common homes of weights.
         disk_effort: share of the default for each search with a disk after one has found a placement.
         disk_climb: multiple of the default for the climb after them.
         large_gap: relative gap above which the search is repeated from the placement that it found.
@@ -152,7 +152,7 @@ class Effort:
 
     @contextmanager
     def fraction(self, share: float) -> Iterator[Effort]:
-        """Context manager that yields a share of the remaining effort and charges what is used of it."""
+        """Context manager that yields a share of the remaining effort and charges its use."""
         sub_effort = replace(self, visits=max(0.0, self.visits) * share, deadline=self.until(share))
         yield sub_effort
         self.charge(sub_effort.done)
@@ -204,7 +204,7 @@ class Limits:
         return replace(self.until(1 / searches), effort=self.effort)
 
     def work(self, operations: int, times: float = 1.0) -> Effort:
-        """Return ``times`` the work for this many operations, or what can be done in the remaining time."""
+        """Return ``times`` the work for this many operations, or less if the remaining time is short."""
         left = self.seconds_left
         limit = math.inf if left is None else PARAMS.visits_per_second * left
         return Effort(min(PARAMS.visits(operations) * self.effort * times, limit), self.deadline)

@@ -257,7 +257,7 @@ class _LabelSearch:
         priced = self.per_byte @ labels.nbytes + self.constant + cost_to_go
         if not self.streams:
             return np.asarray(labels.clock + priced)
-        # copies are ahead of the clock by what the buffers hold at most: longer idle time is lost
+        # copies are ahead of the clock by at most the content of the buffers: longer idle time is lost
         earliest = labels.clock[None, :] - self.relaxation.prefetch_slack[:, None]
         last = labels.free[np.arange(len(self.buffers.slots)), np.maximum(self.buffers.slots - 1, 0)]
         queue = np.minimum(np.maximum(np.maximum(labels.queue, earliest), last), labels.clock[None, :])

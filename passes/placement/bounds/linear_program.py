@@ -164,7 +164,7 @@ def branch_and_bound(program: LinearProgram, objective: int, target_bound: float
         objective: the objective variable.
         target_bound: a bound that needs no improvement.
         effort: the effort to charge; the search also ends after ``milp_nodes`` linear programs that raise the
-            bound by less than the share ``negligible`` of what is missing.
+            bound by less than the share ``negligible`` of the distance to the target.
     """
     program.freeze()
     integer: Bools = np.array(program.integer, dtype=bool)
