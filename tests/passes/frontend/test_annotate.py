@@ -57,7 +57,7 @@ def test_views_cost_nothing_and_copies_their_elements() -> None:
     assert graph.operations["chunk"].bytes_accessed == 0
 
 
-def test_an_expanded_tensor_is_a_view_and_copies_as_dense() -> None:
+def test_expanded_tensor_is_a_view_with_dense_copy() -> None:
     class Expand(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x + 1).expand(100, 4) * 2
@@ -270,7 +270,7 @@ class Cached(nn.Module):
         return x + self.cache.sum(0)
 
 
-def test_a_write_through_a_view_is_one_to_the_weight() -> None:
+def test_write_through_view_mutates_the_weight() -> None:
     assert graph_of(Cached(), torch.ones(2, 4)).weights["cache"].mutated
 
 
@@ -423,7 +423,7 @@ def test_strides_depend_on_kernels_of_the_device() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_view_of_one_image_has_the_strides_of_the_kernel(batch: int) -> None:
+def test_view_of_one_image_has_kernel_strides(batch: int) -> None:
     # seen on Segformer: fakes give a batch of one a stride by which convolutions take it for channels-last
     class Convolves(nn.Module):
         def __init__(self) -> None:
@@ -452,9 +452,7 @@ def test_a_view_of_one_image_has_the_strides_of_the_kernel(batch: int) -> None:
         ((5,), (3,)),
     ],
 )
-def test_copies_have_the_strides_that_torch_gives_them(
-    shape: tuple[int, ...], stride: tuple[int, ...]
-) -> None:
+def test_copies_have_torch_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
     source = torch.empty_strided(shape, stride)
     copied = TensorMeta(shape, stride, torch.float32).copied()
     assert copied.stride == source.to(torch.float64).stride()

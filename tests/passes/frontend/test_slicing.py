@@ -237,7 +237,7 @@ def test_resident_in_part_and_streamed_in_part() -> None:
     assert again.peak_bytes == plan.peak_bytes
 
 
-def test_two_accelerators_hold_the_parts_between_them() -> None:
+def test_two_accelerators_hold_all_parts() -> None:
     memory = {0: int(0.7 * WHOLE), 1: int(0.7 * WHOLE), "cpu": 1 << 30}
     options = {"cpu_compute": False, "links": NARROW}
     placed = check(Head(bias=False), (numbers(4, WIDTH),), memory, {"head.weight"}, **options)
@@ -324,7 +324,7 @@ def test_faster_accelerator_computes_sliced_weight() -> None:
     assert fast.plan.lower_bound <= fast.plan.makespan
 
 
-def test_a_table_stays_whole_where_the_cpu_may_read_it() -> None:
+def test_table_is_not_sliced_if_the_cpu_may_read() -> None:
     model = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, 8))
     placed = check(model, (table(2, 3),), budgets(WHOLE), set(), links=FAST)
     assert placed.plan.stages[0].device == "cpu"
@@ -463,7 +463,7 @@ class TestOneSlicedHead:
         with pytest.raises(graphplan.PlanError, match=r"'head.weight.*' is torch.float64"):
             placed(x)
 
-    def test_copies_have_parts_of_their_own(self, sliced: Any) -> None:
+    def test_copied_models_have_separate_parts(self, sliced: Any) -> None:
         placed, model, x = sliced
         first, second = copy.deepcopy(placed), copy.deepcopy(placed)
         with torch.no_grad():
@@ -479,7 +479,7 @@ class TestOneSlicedHead:
         assert again.plan.parts == placed.plan.parts
         assert torch.equal(again.head.weight, model.head.weight)
 
-    def test_the_original_stays_as_it_was(self, sliced: Any) -> None:
+    def test_original_model_is_unchanged(self, sliced: Any) -> None:
         _, model, x = sliced
         assert all(parameter.device.type == "cpu" for parameter in model.parameters())
         assert torch.equal(model(x), Head()(x))
@@ -517,7 +517,7 @@ class Sometimes(Head):
         return self.head.weight.sum(1) if twice else super().forward(x)
 
 
-def test_a_further_structure_that_needs_the_whole() -> None:
+def test_later_structure_that_reads_the_whole_weight() -> None:
     memory = budgets(WHOLE)
     with graphplan.simulate({0: 4 * WHOLE, "cpu": 1 << 30}) as machine:
         model, x = Sometimes(), numbers(4, WIDTH)

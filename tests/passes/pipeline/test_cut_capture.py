@@ -163,7 +163,7 @@ def test_weight_is_in_stages_that_need_its_data() -> None:
     )
 
 
-def test_a_weight_that_is_written_to_is_in_one_stage() -> None:
+def test_written_weight_is_in_one_stage() -> None:
     _, boundaries = captured(Writes(), torch.ones(2, 4))
     at = {name: position for position, name in enumerate(boundaries.graph.operations)}
     graph = boundaries.graph

@@ -35,7 +35,7 @@ def test_refused_stretch_allows_longer_ones_with_smaller_buffers() -> None:
 
 
 @pytest.mark.parametrize("host", ["cpu", "cpu:0"])
-def test_a_stage_receives_by_one_link_and_sends_by_the_other(host: str) -> None:
+def test_stage_receives_and_sends_over_different_links(host: str) -> None:
     layers = nn.Sequential(*(nn.Linear(*pair) for pair in pairwise(WIDTHS)))
     plan = graphplan.plan(layers, {0: "1MiB", host: "1GiB"}, args=(torch.ones(64, 8),))
     cuts = np.arange(len(WIDTHS))

@@ -74,7 +74,7 @@ BUDGETS = {
 }
 
 
-def test_the_link_of_the_disk_is_known_by_each_name_of_the_cpu() -> None:
+def test_disk_link_accepts_all_names_of_the_cpu() -> None:
     room, link = 2 * BLOCK + ROOM, Link(1e6, 1e-5)
     plans = [
         graphplan.plan(Blocks(), {host: room, "disk": 1 << 20}, (X,), links={("disk", host): link})
@@ -186,7 +186,7 @@ class Transposed(nn.Module):
         return x
 
 
-def test_weights_on_disk_are_read_by_views_as_by_themselves() -> None:
+def test_disk_weights_read_through_views_cost_the_same() -> None:
     budgets = {"cpu": 3 * 64 * 64 * 4, "disk": 1 << 20}
     links = {("disk", "cpu"): Link(1e6, 0.0)}
     by_views, direct = (
@@ -199,7 +199,7 @@ def test_weights_on_disk_are_read_by_views_as_by_themselves() -> None:
     assert by_views.makespan > 2 * 64 * 64 * 4 / 1e6
 
 
-def test_disk_is_slower_than_memory_and_links_say_how_slow() -> None:
+def test_links_override_the_default_disk_bandwidth() -> None:
     budgets = BUDGETS["without a CPU"]
     slow = {("disk", 0): Link(1e6, 0.0)}
     normal, slower = (graphplan.plan(meta(), budgets, (X,), links=links) for links in (None, slow))

@@ -93,7 +93,7 @@ def test_moves_without_room_for_their_weights_are_not_priced(problems: int, leas
 
 @shares_of(100, 40)
 @pytest.mark.parametrize(("exchanges", "share"), [(False, 0.25), (True, 0.1)])
-def test_climbs_and_exchanges_never_take_longer_and_keep_the_budgets(
+def test_climbs_and_exchanges_keep_budgets_and_never_slow_down(
     exchanges: bool, share: float, problems: int, least: int
 ) -> None:
     count, faster = 0, 0

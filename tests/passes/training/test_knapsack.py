@@ -14,7 +14,7 @@ CHEAP = [Item(f"layers.{i}", "fully", 100, 1.0) for i in range(4)]
 DEAR = Item("head", "offloaded", 100, 9.0)
 
 
-def test_the_cheapest_bytes_are_freed_first_and_equal_segments_evenly() -> None:
+def test_cheapest_segments_save_first_and_equal_ones_evenly() -> None:
     items = [DEAR, *CHEAP]
     assert cheapest(items, 0) == Savings()
     assert cheapest(items, 2) == Savings(fully=("layers.1", "layers.3"))

@@ -117,7 +117,7 @@ def test_unequal_links_need_the_maker_in_the_state() -> None:
     assert without_budgets(joined(near, pinned=True)) < without_budgets(joined({}, pinned=True))
 
 
-def test_a_shared_weight_is_a_variable_before_its_first_reader() -> None:
+def test_shared_weight_variable_precedes_its_first_reader() -> None:
     arrays = Arrays(Problem(stack([MIB] * 5 + [0], head="w2"), equal_cards(2), CPU))
     frontier = Frontier(arrays)
     assert [step.variable for step in frontier.steps] == [0, 1, 6, 2, 3, 4, 5]

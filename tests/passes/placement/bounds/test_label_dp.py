@@ -101,7 +101,7 @@ def test_completion_seconds_are_exact() -> None:
 
 
 @pytest.mark.parametrize("width", [1, *(pytest.param(width, marks=pytest.mark.slow) for width in (3, 10))])
-def test_a_narrow_search_proves_no_more_than_a_wide_one(width: int) -> None:
+def test_narrow_search_proves_no_more_than_wide(width: int) -> None:
     dropped = 0
     for arrays in light_problems(80):
         relaxation = relax(arrays)

@@ -62,7 +62,7 @@ class Made:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_bound_of_a_linear_program_is_its_optimum_at_most(seed: int) -> None:
+def test_linear_program_bound_is_at_most_its_optimum(seed: int) -> None:
     made = Made(seed, integer=False)
     node, optimum = made.solve(), made.relaxed()
     if node is None:
