@@ -38,7 +38,6 @@ from graphplan.runtime.distributed.cluster_module import (
     CallKey,
     ClusterCall,
     ClusterModule,
-    Loss,
 )
 from graphplan.runtime.distributed.machine_stages import join_stages
 from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
@@ -114,6 +113,7 @@ class RankBuilder:
             broadcast_results=self.cluster.flight.results_on_all,
             traffic=self.traffic,
             shared=SharedGradients(self._shared_parameters() if options.differentiates else {}),
+            trainable=options.differentiates,
             divided=self.divided,
         )
         module.generate_with(generator_of(model, module.forward_in_place, self._ranks[-1], self.traffic))
@@ -200,17 +200,11 @@ class RankBuilder:
                 "placing a call of other sizes", lambda: self._cut(annotator, wires, inputs, call_key)
             )
         return ClusterCall(
-            self._runner(key, wires, caches_stay=caches_stay),
+            self._runner(key, wires, call_key),
             capture.inputs_in,
             [wires.of(name) for name in results_of(capture, caches_stay=caches_stay)],
-            rebuild=lambda results, call: rebuild_result(
-                wires,
-                results,
-                capture.inputs_in(call),
-                {name: call.kwargs[name] for name in capture.changed_names},
-            ),
+            rebuild=lambda results, call: rebuild_result(wires, results, call),
             last_rank=self._ranks[-1],
-            trainer=lambda loss: self._trainer(key, wires, loss),
             signature=capture.signature,
         )
 
@@ -271,21 +265,19 @@ class RankBuilder:
             return [0, *(stage.end for stage in self.plan.stages)]
         return stage_positions(boundaries, [set(stage.plan.graph.weights) for stage in self.plan.stages])
 
-    def _runner(self, key: Hashable, wires: Wires, *, caches_stay: bool) -> StageRunner | None:
+    def _runner(self, key: Hashable, wires: Wires, call_key: CallKey) -> StageRunner | None:
         """Return the runner of this rank's stages, or None; new sizes get a new runner on all ranks."""
         cut = self.cuts[key]
         if not self.stages:
             return None
-        sizes = key, tuple(map(wires.of, cut.crossing))
+        sizes = key, call_key.trains, tuple(map(wires.of, cut.crossing))
         if sizes not in self.runners:
             if len(self.runners) >= MAX_CALLS:
                 self.runners.clear()
-            self.runners[sizes] = self._new_runner(cut, wires, caches_stay=caches_stay)
+            self.runners[sizes] = self._new_runner(cut, wires, call_key)
         return self.runners[sizes]
 
-    def _new_runner(
-        self, rank_cut: _RankCut, wires: Wires, loss: Any = None, *, caches_stay: bool = False
-    ) -> StageRunner:
+    def _new_runner(self, rank_cut: _RankCut, wires: Wires, call_key: CallKey) -> StageRunner:
         forward_only = self.request.options.training is None
         programs = [
             StageProgram(
@@ -303,25 +295,13 @@ class RankBuilder:
         ]
         return StageRunner(
             programs,
-            1 if caches_stay else self.plan.microbatches,
+            1 if call_key.caches_stay else self.plan.microbatches,
             self.traffic,
             group=self.group,
             schedule=self.plan.schedule,
-            loss=loss,
-            caches_stay=caches_stay,
+            trains=call_key.trains,
+            caches_stay=call_key.caches_stay,
         )
-
-    def _trainer(self, key: Hashable, wires: Wires, loss: Loss) -> StageRunner | None:
-        """Return the runner of this rank's training steps, or None if the rank has no stage."""
-        if not self.stages or not self.request.options.differentiates:
-            return None
-        cut = self.cuts[key]
-        names = cut.sources[-1].cut.sent
-
-        def loss_of(results: Sequence[torch.Tensor], inputs: Mapping[str, Any], target: Any) -> torch.Tensor:
-            return loss(rebuild_result(wires, dict(zip(names, results, strict=True)), inputs, {}), target)
-
-        return self._new_runner(cut, wires, loss_of)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -40,12 +40,11 @@ class ClusterCall:
     """How calls with one key are run.
 
     Attributes:
-        runner: runs this rank's stages forward; None if it has no stage.
+        runner: runs this rank's stages, backward too if the key says so; None if it has no stage.
         inputs_of: maps a microbatch to the model's inputs by name.
         results: the result tensors of one microbatch.
         rebuild: maps the results by name, and the call, to what the model returns.
         last_rank: rank of the last stage.
-        trainer: maps a loss to the runner of this rank's stages forward and backward, or None.
         signature: that of the trace, which may have branched on values of inputs.
     """
 
@@ -54,7 +53,6 @@ class ClusterCall:
     results: Sequence[Wire]
     rebuild: Callable[[Mapping[str, torch.Tensor], BoundCall], Any]
     last_rank: int
-    trainer: Callable[[Loss], StageRunner | None]
     signature: InputSignature
 
 
@@ -101,6 +99,7 @@ class ClusterModule(nn.Module):
         broadcast_results: bool,
         traffic: Counter[str],
         shared: SharedGradients,
+        trainable: bool,
         divided: Divided,
     ) -> None:
         super().__init__()
@@ -109,7 +108,7 @@ class ClusterModule(nn.Module):
         self.traffic, self._shared, self._divided = traffic, shared, divided
         self._generate: Callable[..., Any] | None = None
         self._calls: dict[CallKey, ClusterCall] = {}
-        self._trainer: tuple[ClusterCall, Loss, StageRunner | None] | None = None
+        self._trainable = trainable
         self._failed = ""
         self.training = training
 
@@ -184,17 +183,26 @@ class ClusterModule(nn.Module):
         relative = {str(i): [(a - began, b - began) for a, b in times] for i, times in spans.items()}
         return merge_spans(self.plan, relative)
 
-    def train_step(self, loss: Loss, target: Any, *args: Any, **kwargs: Any) -> list[torch.Tensor] | None:
+    def train_step(
+        self,
+        loss: Loss,
+        target: Any,
+        *args: Any,
+        loss_reduction: Literal["mean", "sum"] = "mean",
+        **kwargs: Any,
+    ) -> list[torch.Tensor] | None:
         """Run one step forward and backward on all ranks at once, by the plan's schedule.
 
-        Gradients are divided by the number of microbatches, and added to those of this rank's parameters.
-        Gradients of a weight that several stages read are summed over these stages.
+        Gradients are added to those of this rank's parameters. Gradients of a weight that several stages
+        read are summed over these stages.
 
         Args:
             loss: maps what the model returns for a microbatch, and its rows of the target, to a scalar.
             target: target of the whole batch: a tensor, or a tuple, list or dict of tensors, whose first
                 dimension is that of the batch.
             args: positional arguments of the model. No gradients of them are computed.
+            loss_reduction: whether the loss of the batch is the mean of the microbatches' losses or their
+                sum.
             kwargs: keyword arguments of the model, likewise.
 
         Returns:
@@ -204,26 +212,31 @@ class ClusterModule(nn.Module):
             GraphplanError: torch is older than 2.12.
             InputError: the model was placed without ``train=True`` or ``grad=True``; the batch does not
                 divide into the microbatches, or the target does not divide as the batch does; the loss is
-                not one number, or has no gradient.
+                not one number, or has no gradient; ``loss_reduction`` is invalid.
             ClusterError: a rank does not answer, or an earlier call failed.
         """
         require_backward_stages()
+        if loss_reduction not in ("mean", "sum"):
+            raise InputError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
+        if not self._trainable:
+            raise InputError("a training step needs a model that was placed with train=True or grad=True")
         call = bind_call(self._signature, args, kwargs).mapped(_without_gradient)
         micros = self._microbatches(call)
         rows = batch_of(call, self._divided) if len(micros) > 1 else 1
         targets = targets_of(target, len(micros), rows)
         key = CallKey(_input_key(micros[0]), trains=True)
         cluster_call = self._cluster_call(micros, key)
-        if self._trainer is None or self._trainer[0] is not cluster_call or self._trainer[1] != loss:
-            # only one: each has its own buffers
-            self._trainer = cluster_call, loss, cluster_call.trainer(loss)
-        trainer = self._trainer[2]
-        if dist.get_rank() not in self.plan.used:
+        if cluster_call.runner is None:
             return None
-        if trainer is None:
-            raise InputError("a training step needs a model that was placed with train=True or grad=True")
+
+        def loss_of(results: Results, microbatch: int) -> torch.Tensor:
+            result = cluster_call.rebuild(_named(cluster_call, results), micros[microbatch])
+            return loss(result, targets[microbatch])
+
+        inputs = [cluster_call.inputs_of(micro) for micro in micros]
+        scale = 1 / len(micros) if loss_reduction == "mean" else 1.0
         with self._in_step(), self._shared.summed(self.stage):
-            losses = trainer.train([cluster_call.inputs_of(micro) for micro in micros], key.digest, targets)
+            losses = cluster_call.runner.train(inputs, key.digest, loss_of, scale)
         return losses if dist.get_rank() == cluster_call.last_rank else None
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from graphplan.runtime.module.dispatch import CallRequest, PlaceAgain, serve
 from graphplan.runtime.module.placed_module import differentiated
 from graphplan.warnings import silenced
 
+MicrobatchLoss = Callable[[Sequence[torch.Tensor], int], torch.Tensor]
 _HOST = torch.device("cpu")  # device of tensors that are sent and received
 
 
@@ -164,8 +165,7 @@ class StageRunner:
         traffic: counter to which the bytes that this rank sends are added, by name of the value.
         group: process group of the ranks that have stages; None for all.
         schedule: order of a training step. Forward passes alone have one order, or that of "interleaved".
-        loss: maps the results of a microbatch, the model's inputs in it by name and its target to a scalar,
-            for training; gradients are those of its mean over the microbatches. None for inference.
+        trains: whether batches run by :meth:`train`, not by :meth:`run`.
         caches_stay: whether :meth:`take_stay` is called after each batch.
     """
 
@@ -176,34 +176,24 @@ class StageRunner:
         traffic: Counter[str],
         group: dist.ProcessGroup | None = None,
         schedule: PipelineSchedule = "gpipe",
-        loss: Any = None,
         *,
+        trains: bool = False,
         caches_stay: bool = False,
     ) -> None:
         from torch.distributed import pipelining  # some builds of torch lack it
 
         self.microbatches = microbatches
         self.steps = [_RunningStep(program, traffic, caches_stay=caches_stay) for program in programs]
-        grad = loss is not None
         self.stages: list[Any] = []
         for step in self.steps:
             index, count = step.program.index, len(step.program.ranks)
-            wires = _wires(step.program, grad=grad)
+            wires = _wires(step.program, grad=trains)
             self.stages.append(pipelining.PipelineStage(step, index, count, _HOST, *wires, group=group))
         self.losses: list[torch.Tensor] = []
-        self.targets: Sequence[Any] = ()
-
-        def scaled_loss(result: Any, number: torch.Tensor) -> torch.Tensor:
-            try:
-                inputs = self.steps[-1].model_inputs[int(number)]
-                self.losses.append(_checked_loss(loss(result, inputs, self.targets[int(number)])))
-            except Exception as error:  # of any type: the schedule wraps it
-                self.steps[-1].failed = error
-                raise
-            return self.losses[-1] / microbatches
-
+        self.loss: MicrobatchLoss | None = None
+        self.scale = 1.0
         # the schedule's own scaling would scale the gradients of earlier steps too
-        options: Any = {"loss_fn": scaled_loss if grad else None, "scale_grads": False}
+        options: Any = {"loss_fn": self._scaled_loss if trains else None, "scale_grads": False}
         if schedule == "interleaved":
             self.schedule: Any = pipelining.ScheduleInterleaved1F1B(self.stages, microbatches, **options)
             return
@@ -212,7 +202,7 @@ class StageRunner:
             index: rank if group is None else dist.get_group_rank(group, rank)
             for index, rank in enumerate(program.ranks)
         }
-        one_forward = grad and schedule == "1f1b"
+        one_forward = trains and schedule == "1f1b"
         schedule_class: Any = pipelining.Schedule1F1B if one_forward else pipelining.ScheduleGPipe
         self.schedule = schedule_class(stage, microbatches, **options)
 
@@ -259,24 +249,34 @@ class StageRunner:
         return outputs
 
     def train(
-        self, model_inputs: Sequence[Mapping[str, Any]], digest: int, targets: Sequence[Any]
+        self, model_inputs: Sequence[Mapping[str, Any]], digest: int, loss: MicrobatchLoss, scale: float
     ) -> list[torch.Tensor]:
         """Run a batch forward and backward; gradients are added to those of the parameters.
 
         Args:
             model_inputs: as for :meth:`run`.
             digest: likewise.
-            targets: the target of each microbatch.
+            loss: maps the results of a microbatch, and its number, to a scalar.
+            scale: factor of the losses in the loss of the batch.
 
         Returns:
             the loss of each microbatch on the rank of the last stage; an empty list on other ranks.
         """
-        self.losses, self.targets = [], targets
+        self.losses, self.loss, self.scale = [], loss, scale
         numbers = {} if self.results is None else {"target": torch.arange(self.microbatches)}
         with torch.enable_grad():
             self._run_schedule(self.schedule.step, model_inputs, digest, numbers)
-        self.targets = ()
-        return [loss.detach() for loss in self.losses]
+        losses, self.losses, self.loss = self.losses, [], None
+        return [one.detach() for one in losses]
+
+    def _scaled_loss(self, results: Sequence[torch.Tensor], number: torch.Tensor) -> torch.Tensor:
+        assert self.loss is not None
+        try:
+            self.losses.append(_checked_loss(self.loss(results, int(number))))
+        except Exception as error:  # of any type: the schedule wraps it
+            self.steps[-1].failed = error
+            raise
+        return self.losses[-1] * self.scale
 
     def _run_schedule(
         self, action: Any, model_inputs: Sequence[Mapping[str, Any]], digest: int, targets: Mapping[str, Any]

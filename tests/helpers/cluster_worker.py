@@ -879,6 +879,43 @@ def sizes_memory() -> None:
     say(f"{len(placed.plan.stages)} stages, grown by {held[-1] - held[1]}")
 
 
+class Tokens(torch.nn.Module):
+    """Returns its input, and scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 50)]
+        self.layers = torch.nn.Sequential(torch.nn.Embedding(50, 16), *layers)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return ids, self.layers(ids)
+
+
+def token_loss() -> None:
+    """The gradient of the mean over all tokens, whose number differs between microbatches, in two batches."""
+    model = Tokens().train()
+    eager, batches = copy.deepcopy(model), [torch.randint(0, 50, (8, 12)) for _ in range(2)]
+    masked = [torch.where(torch.arange(12) <= 2 * torch.arange(8)[:, None], ids, -100) for ids in batches]
+    placed = divided(model, {"ids": batches[0]}, 4, train=True, schedule="1f1b")
+    for ids, labels in zip(batches, masked, strict=True):
+        count = int((labels >= 0).sum())
+
+        def loss(result: Any, target: Any, count: int = count) -> torch.Tensor:
+            assert torch.equal(result[0][target >= 0], target[target >= 0])
+            scores, labels = result[1].flatten(0, 1), target.flatten()
+            return torch.nn.functional.cross_entropy(scores, labels, reduction="sum") / count
+
+        loss(eager(ids), labels).backward()
+        placed.train_step(loss, labels, ids=ids, loss_reduction="sum")
+    own = dict(placed.stage.named_parameters())
+    worst = difference([p.grad for p in own.values()], grads_of(eager, own))
+    say(f"{len(placed.plan.stages)} stages, differ by {worst:.1e}")
+    try:
+        placed.train_step(loss, labels, ids=ids, loss_reduction="max")
+    except graphplan.InputError as error:
+        say(str(error))
+
+
 def in_cpu_memory(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
@@ -913,6 +950,7 @@ CASES: dict[str, Callable[..., None]] = {
     "steps": steps,
     "stopped": stopped,
     "tied": tied,
+    "token_loss": token_loss,
     "training": training,
     "values": values,
     "weights": weights,

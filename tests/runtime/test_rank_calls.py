@@ -7,7 +7,12 @@ import re
 import pytest
 from ranks import Ranks, said, said_by_case
 
+from graphplan._compat.torch import stages_go_backward
+
+TRAINS = stages_go_backward()
 CASES = "kept_results -- forward_by_1f1b -- results_memory -- sizes_memory"
+CASES += " -- token_loss" if TRAINS else ""
+trains = pytest.mark.skipif(not TRAINS, reason="pipelining goes backward past integers since torch 2.12")
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +50,12 @@ def test_calls_of_many_sizes_keep_no_buffers(ranks: list[dict[str, list[str]]]) 
         (line,) = cases["sizes_memory"]
         assert line.startswith("2 stages")
         assert int(line.split()[-1]) < 8 * 120 * 64 * 4, line  # one batch
+
+
+@trains
+def test_loss_summed_over_microbatches_equals_token_mean(ranks: list[dict[str, list[str]]]) -> None:
+    for cases in ranks:
+        line, error = cases["token_loss"]
+        assert line.startswith("2 stages")
+        assert float(line.split()[-1]) < 1e-5, line
+        assert error == "loss_reduction must be 'mean' or 'sum', not 'max'"

@@ -57,21 +57,10 @@ class Wires:
         return describe(self.nodes[name].meta.get("val"), self.sizes)
 
 
-def rebuild_result(
-    wires: Wires,
-    results: Mapping[str, torch.Tensor],
-    inputs: Mapping[str, Any],
-    changed: Mapping[str, Any],
-) -> Any:
-    """Return the model's result: local values, constants of the trace, zeros for other ranks' values.
-
-    Args:
-        wires: the tensors on the network.
-        results: the local values by name.
-        inputs: the inputs of the call by name.
-        changed: name -> argument that the call changes, such as caches.
-    """
+def rebuild_result(wires: Wires, results: Mapping[str, torch.Tensor], call: BoundCall) -> Any:
+    """Return the model's result: local values, constants of the trace, zeros for other ranks' values."""
     capture, flat = wires.capture, []
+    inputs = capture.inputs_in(call)
     for item in capture.outputs:
         if not isinstance(item, fx.Node):
             flat.append(item)
@@ -81,4 +70,5 @@ def rebuild_result(
             flat.append(inputs[item.name])
         else:
             flat.append(wires.absent(item.name))
-    return rebuilder(capture.out_spec, cache_layouts(capture.signature.spec, changed))(flat, changed)
+    given = {name: call.kwargs[name] for name in capture.changed_names}
+    return rebuilder(capture.out_spec, cache_layouts(capture.signature.spec, given))(flat, given)
