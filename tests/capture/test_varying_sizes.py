@@ -150,7 +150,7 @@ def test_twenty_sizes_of_images_are_two_captures(traces: list[int]) -> None:
 
 
 def test_slow_trace_of_all_sizes_is_not_repeated(traces: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_patches, "_MOST_SECONDS", 0.0)
+    monkeypatch.setattr(trace_patches, "_MAX_SECONDS", 0.0)
     with pytest.warns(graphplan.GraphplanWarning, match="takes more than 0 seconds"):
         check(Image(), [(torch.randn(2, 3, size, size + 3),) for size in (8, 9)])
     assert len(traces) == 3  # of the first size, of all that is given up, of the second
