@@ -40,7 +40,7 @@ def private(owner: Any, name: str, package: str) -> Any:
         ) from error
 
 
-def place(owner: Any, name: str, package: str) -> tuple[Any, str]:
+def patch_target(owner: Any, name: str, package: str) -> tuple[Any, str]:
     """Return an attribute as a patch target, (owner, name); raise as :func:`private`."""
     private(owner, name, package)
     return owner, name

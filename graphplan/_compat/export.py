@@ -11,7 +11,7 @@ from torch.export import _trace as export_trace
 from torch.export import dynamic_shapes
 from torch.fx.experimental import proxy_tensor
 
-from graphplan._compat import place, private
+from graphplan._compat import patch_target, private
 
 NO_MODULE = private(node_metadata_hook, "_EMPTY_NN_MODULE_STACK_KEY", "torch")
 """The key that ``torch.export`` puts in the ``nn_module_stack`` of nodes outside any module call."""
@@ -32,12 +32,12 @@ def conditions_of(program: torch.export.ExportedProgram) -> list[str]:
 
 def assignment_hook() -> tuple[Any, str]:
     """Return the patch target for the function that registers an export's hook on buffer assignments."""
-    return place(export_trace, "register_buffer_assignment_hook", "torch")
+    return patch_target(export_trace, "register_buffer_assignment_hook", "torch")
 
 
 def graph_maker() -> tuple[Any, str]:
     """Return the patch target for ``make_fx`` as ``torch.export`` calls it."""
-    return place(export_trace, "make_fx", "torch")
+    return patch_target(export_trace, "make_fx", "torch")
 
 
 def paths_of(tracer: Any, module: Any) -> Sequence[str]:

@@ -63,7 +63,7 @@ def _class_named(name: str) -> Any:
     return cls
 
 
-def made_expression(plain: Any, symbols: Mapping[str, Any]) -> Any:
+def expression_from_plain(plain: Any, symbols: Mapping[str, Any]) -> Any:
     """Return the expression that :func:`plain_expression` has converted to lists."""
     if not isinstance(plain, list):
         return sympy.sympify(plain)
@@ -74,7 +74,7 @@ def made_expression(plain: Any, symbols: Mapping[str, Any]) -> Any:
         return symbols[arguments[0]]
     if kind == "Rational":
         return sympy.Rational(*arguments)
-    return _class_named(kind)(*(made_expression(one, symbols) for one in arguments))
+    return _class_named(kind)(*(expression_from_plain(one, symbols) for one in arguments))
 
 
 def plain_symbol(symbol: Any, env: ShapeEnv) -> list[Any]:
@@ -124,14 +124,14 @@ class SizeMaker:
         if value is not None:
             modern = hasattr(self.env, "add_backed_var_to_val")
             add = self.env.add_backed_var_to_val if modern else self.env.add_var_to_val
-            add(symbol, made_expression(value, {}))
+            add(symbol, expression_from_plain(value, {}))
         if bounds is not None:
-            low, high = (made_expression(bound, {}) for bound in bounds)
+            low, high = (expression_from_plain(bound, {}) for bound in bounds)
             self.env.constrain_symbol_range(symbol, compiler_min=low, compiler_max=high)
 
     def size(self, kind: str, plain: Any) -> Any:
         """Return a symbolic number of kind ``"int"``, ``"float"`` or ``"bool"``; torch computes its hint."""
-        expression = made_expression(plain, self.symbols)
+        expression = expression_from_plain(plain, self.symbols)
         if kind == "int":
             return self.env.create_symintnode(expression, hint=None)
         if kind == "float":

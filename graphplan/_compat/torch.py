@@ -20,7 +20,7 @@ from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 
-from graphplan._compat import place, private
+from graphplan._compat import patch_target, private
 from graphplan.errors import GraphplanError
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -69,7 +69,7 @@ def never_compiled(function: _Function) -> _Function:
 
 def mask_reader() -> tuple[Any, str]:
     """Return the patch target for the function that checks if a mask of ``nn.Transformer`` is causal."""
-    return place(transformer, "_detect_is_causal_mask", "torch")
+    return patch_target(transformer, "_detect_is_causal_mask", "torch")
 
 
 def in_backward() -> bool:
@@ -100,12 +100,12 @@ def set_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
 
 def inference_switch() -> tuple[Any, str]:
     """Return the patch target for the mode that ``torch.inference_mode`` enters, in all code."""
-    return place(torch._C, "_InferenceMode", "torch")
+    return patch_target(torch._C, "_InferenceMode", "torch")
 
 
 def backward_engine() -> tuple[Any, str]:
     """Return the patch target for the engine that ``torch.autograd.grad`` and ``backward`` call."""
-    return place(torch.autograd, "_engine_run_backward", "torch")
+    return patch_target(torch.autograd, "_engine_run_backward", "torch")
 
 
 def global_hooks() -> list[dict[int, Any]]:

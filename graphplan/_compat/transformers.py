@@ -7,7 +7,7 @@ from collections.abc import Callable, MutableMapping
 from types import ModuleType
 from typing import Any
 
-from graphplan._compat import Replacement, place, private
+from graphplan._compat import Replacement, patch_target, private
 
 RECORDERS = ("_output_capturing_hooks_installed", "_forward_hooks")
 """Attributes that change when a model first returns hidden states or attentions: a flag, and hooks."""
@@ -32,7 +32,7 @@ def uncast_inputs() -> Replacement:
     """Return the patch that stops the exporter from casting inputs to the model's dtype."""
     from transformers.exporters import utils
 
-    return *place(utils, "module_dtype", "transformers"), lambda _original: lambda _model: None
+    return *patch_target(utils, "module_dtype", "transformers"), lambda _original: lambda _model: None
 
 
 def _imported(path: str) -> Any:
@@ -65,14 +65,14 @@ def functions_of_masks() -> list[tuple[Any, str]]:
     packed = "find_packed_sequence_indices", "packed_sequence_mask_function"
     names = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa", *packed, "and_masks")
     mapped = "_vmap_expansion_sdpa", "TransformGetItemToIndex"
-    return [place(masking_utils, name, "transformers") for name in (*names, *mapped)]
+    return [patch_target(masking_utils, name, "transformers") for name in (*names, *mapped)]
 
 
 def vision_stand_in() -> tuple[Any, str]:
     """Return the patch target for the exporter's replacement of the attention of vision encoders."""
     from transformers.exporters import exporter_dynamo
 
-    return place(exporter_dynamo, "_reshaped_vision_attention_forward", "transformers")
+    return patch_target(exporter_dynamo, "_reshaped_vision_attention_forward", "transformers")
 
 
 def with_last_processor(cls: type, make: Callable[[Any], Callable[..., Any]]) -> type:

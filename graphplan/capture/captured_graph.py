@@ -132,17 +132,19 @@ def bound_call(traced: Mapping[str, Any]) -> BoundCall:
     return BoundCall((), dict(traced), tuple(leaves), spec)
 
 
-def rename_clashes(graph: fx.Graph, weights: Collection[str], kept: Collection[str] = ()) -> dict[str, str]:
+def rename_clashes(
+    graph: fx.Graph, weights: Collection[str], excluded: Collection[str] = ()
+) -> dict[str, str]:
     """Rename nodes whose name is that of a weight, such as ``mean``, and reserve these names.
 
     Returns:
-        old name -> new name of each renamed node; nodes named in ``kept`` keep theirs.
+        old name -> new name of each renamed node; nodes named in ``excluded`` keep theirs.
     """
     for name in weights:
         reserve_name(graph, name)
     renamed: dict[str, str] = {}
     for node in graph.nodes:
-        if node.name in weights and node.name not in kept:
+        if node.name in weights and node.name not in excluded:
             old = node.name
             rename_node(node, f"{old}_1")
             renamed[old] = node.name

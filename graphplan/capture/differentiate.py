@@ -148,7 +148,10 @@ class _Tracing:
     def _fake(self, tensor: torch.Tensor, *, requires_grad: bool) -> torch.Tensor:
         shape, stride = list(tensor.shape), list(tensor.stride())
         if self.sizes:
-            shape, stride = list(map(self.sizes.settled, shape)), list(map(self.sizes.settled, stride))
+            shape, stride = (
+                list(map(self.sizes.with_small_values, shape)),
+                list(map(self.sizes.with_small_values, stride)),
+            )
         fake = torch.empty_strided(shape, stride, dtype=tensor.dtype, device="cpu")
         return fake.requires_grad_() if requires_grad else fake
 

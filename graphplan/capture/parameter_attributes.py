@@ -27,9 +27,9 @@ def custom_attributes(parameter: torch.Tensor) -> dict[str, Any]:
     A wrapper has none, unless a trace has stored them in ``TRACED_ATTRIBUTES``: its attributes are its inner
     tensors.
     """
-    own = getattr(type(parameter), "own", ())
+    own_names = getattr(type(parameter), "own", ())
     attributes = vars(parameter) if is_own(parameter) else vars(parameter).get(TRACED_ATTRIBUTES, {})
-    return {name: value for name, value in attributes.items() if name not in own}
+    return {name: value for name, value in attributes.items() if name not in own_names}
 
 
 def attribute_tensors(

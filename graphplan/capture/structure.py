@@ -37,8 +37,8 @@ PLAIN: tuple[Any, ...] = (
 PLAIN_TYPES = frozenset(PLAIN)  # faster to look up the exact type of many values in
 
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType)
-CONSTANTS = (*(kind for kind in PLAIN if kind is not torch.device), *_CODE, torch.Size)
-"""Classes of what is in a structure as it is. Not of devices: those of a trace are not those of the call."""
+CONSTANTS = (*(cls for cls in PLAIN if cls is not torch.device), *_CODE, torch.Size)
+"""Classes of constants of a structure. Devices are not constants: those of a trace differ from the call's."""
 
 CONTAINERS = (OrderedDict, dict, list, deque, tuple, set, frozenset)
 """Classes of containers, each before those that it derives from."""
@@ -90,13 +90,13 @@ def register_class(cls: type) -> bool:
 
 
 def _register_mapping(cls: type[UserDict[Any, Any]]) -> None:
-    def flat(value: Any) -> tuple[list[Any], Any]:
+    def flatten_mapping(value: Any) -> tuple[list[Any], Any]:
         return list(value.values()), tuple(value)
 
-    def made(parts: Iterable[Any], names: Sequence[Any]) -> Any:
+    def rebuild(parts: Iterable[Any], names: Sequence[Any]) -> Any:
         return cls(dict(zip(names, parts, strict=True)))
 
-    register_node(cls, flat, made, lambda value: [pytree.MappingKey(name) for name in value])
+    register_node(cls, flatten_mapping, rebuild, lambda value: [pytree.MappingKey(name) for name in value])
 
 
 def _register_dataclass(cls: type) -> None:
@@ -110,24 +110,28 @@ def _register_dataclass(cls: type) -> None:
         cls, torch.nn.Module
     )
     names = [field.name for field in dataclasses.fields(cls) if field.init or plain]
-    refused = (types.EllipsisType, range, PurePath)  # as inputs of a trace
-    kinds = (torch.Tensor, *(kind for kind in CONSTANTS if kind not in refused), *TRACED_NUMBERS)
+    refused = (types.EllipsisType, range, PurePath)  # by a trace, as inputs
+    types_of_parts = (torch.Tensor, *(cls for cls in CONSTANTS if cls not in refused), *TRACED_NUMBERS)
 
     def fields(value: Any) -> dict[str, Any]:
         declared = {name: getattr(value, name) for name in names if hasattr(value, name)}
         attributes = getattr(value, "__dict__", {}).items() if plain else ()
-        others = {name: part for name, part in attributes if name not in declared and isinstance(part, kinds)}
+        others = {
+            name: part
+            for name, part in attributes
+            if name not in declared and isinstance(part, types_of_parts)
+        }
         return {**declared, **others}
 
-    def filled(value: Any) -> dict[str, Any]:
+    def present_fields(value: Any) -> dict[str, Any]:
         return {name: part for name, part in fields(value).items() if part is not None}
 
-    def flat(value: Any) -> tuple[list[Any], Any]:
-        return list(filled(value).values()), tuple(
+    def flatten_fields(value: Any) -> tuple[list[Any], Any]:
+        return list(present_fields(value).values()), tuple(
             (name, part is None) for name, part in fields(value).items()
         )
 
-    def made(parts: Iterable[Any], names: Sequence[tuple[str, bool]]) -> Any:
+    def rebuild(parts: Iterable[Any], names: Sequence[tuple[str, bool]]) -> Any:
         remaining = iter(parts)
         values = {name: None if is_none else next(remaining) for name, is_none in names}
         if not plain:
@@ -137,7 +141,12 @@ def _register_dataclass(cls: type) -> None:
             object.__setattr__(instance, name, part)
         return instance
 
-    register_node(cls, flat, made, lambda value: [pytree.GetAttrKey(name) for name in filled(value)])
+    register_node(
+        cls,
+        flatten_fields,
+        rebuild,
+        lambda value: [pytree.GetAttrKey(name) for name in present_fields(value)],
+    )
 
 
 def _register_in_order(cls: type, node: pytree.NodeDef) -> None:
@@ -147,14 +156,14 @@ def _register_in_order(cls: type, node: pytree.NodeDef) -> None:
     positions if a model sets ``pooler_output`` last.
     """
 
-    def made(parts: Iterable[Any], names: Sequence[str]) -> Any:
+    def rebuild(parts: Iterable[Any], names: Sequence[str]) -> Any:
         instance: Any = node.unflatten_fn(parts, names)
         for name in names:
             if name in instance:  # a field that is None is not a key
                 instance.move_to_end(name)
         return instance
 
-    register_node(cls, node.flatten_fn, made, lambda value: [pytree.MappingKey(name) for name in value])
+    register_node(cls, node.flatten_fn, rebuild, lambda value: [pytree.MappingKey(name) for name in value])
 
 
 def node_of(cls: Any) -> pytree.NodeDef | None:
@@ -183,7 +192,7 @@ class Seen(set[int]):
     """An ``is_leaf`` for :func:`flatten` that stops at values seen before: a container may hold itself."""
 
     def __call__(self, value: Any) -> bool:
-        """Whether it was called with this value before."""
+        """Whether this object was called with the value before."""
         seen = id(value) in self
         self.add(id(value))
         return seen
@@ -208,7 +217,7 @@ def _unflatten(leaves: Iterator[Any], spec: pytree.TreeSpec) -> Any:
     if spec.is_leaf():
         return next(leaves)
     node = node_of(spec.type)
-    assert node is not None, f"{spec.type} was known when this structure was made"
+    assert node is not None, f"{spec.type} was registered when this structure was made"
     return node.unflatten_fn([_unflatten(leaves, child) for child in spec.children()], spec.context)
 
 
@@ -244,19 +253,19 @@ def keyed_parts(node: pytree.NodeDef, value: Any) -> list[tuple[Any, Any]]:
     return node.flatten_with_keys_fn(value)[0]
 
 
-def reached(
+def reachable(
     starts: Iterable[Any],
-    following: Callable[[Any], Iterable[Any]],
-    key: Callable[[Any], Any] = lambda one: one,
+    successors: Callable[[Any], Iterable[Any]],
+    key: Callable[[Any], Any] = lambda item: item,
 ) -> Iterator[Any]:
-    """Yield the starts, and everything reached from them by ``following``; once for each ``key``."""
-    todo, seen = list(starts), set[Any]()
-    while todo:
-        one = todo.pop()
-        if (identifier := key(one)) not in seen:
+    """Yield the starts, and everything reachable from them by ``successors``; once for each ``key``."""
+    pending, seen = list(starts), set[Any]()
+    while pending:
+        item = pending.pop()
+        if (identifier := key(item)) not in seen:
             seen.add(identifier)
-            yield one
-            todo += following(one)
+            yield item
+            pending += successors(item)
 
 
 @contextmanager

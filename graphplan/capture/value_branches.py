@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from graphplan._compat.traced_tensors import constant_of, is_made_in_code, node_of, untraced, with_sizes
 from graphplan.capture.signature import BoundCall, Guard, InputSignature
 from graphplan.capture.source_lines import calling_line
-from graphplan.capture.structure import flatten_with_path, reached
+from graphplan.capture.structure import flatten_with_path, reachable
 from graphplan.capture.written_memory import memories, written_memories
 from graphplan.errors import InputError
 
@@ -454,7 +454,7 @@ def _computed_from(nodes: Iterable[fx.Node], writers: Mapping[int, list[fx.Node]
         written = (writer for memory in memories(node) for writer in writers.get(memory, ()))
         return [*node.all_input_nodes, *written]
 
-    return sorted(reached(nodes, sources))
+    return sorted(reachable(nodes, sources))
 
 
 def _is_literal(node: fx.Node, tracer: Any) -> bool:

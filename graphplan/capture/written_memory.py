@@ -1,4 +1,4 @@
-"""What operations write to: arguments by their schemas, and the memory of nodes in a trace."""
+"""Writes of operations: arguments by their schemas, and the memory of nodes in a trace."""
 
 from __future__ import annotations
 

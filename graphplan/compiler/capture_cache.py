@@ -15,9 +15,9 @@ from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
-from graphplan.capture.sizes.decided_sizes import TakenForAnotherError
+from graphplan.capture.sizes.decided_sizes import EquatedSizeError
 from graphplan.capture.sizes.size_limits import bounded
-from graphplan.capture.structure import reached
+from graphplan.capture.structure import reachable
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracing import capture
 from graphplan.capture.value_branches import is_integer_tensor, same_answers
@@ -168,7 +168,7 @@ class Captures:
             try:
                 if differentiation is not None:
                     found = with_backward(found, part.weights, call, differentiation, fixed=not vary)
-            except TakenForAnotherError as error:
+            except EquatedSizeError as error:
                 if not part.branch_on(call, _deciding_leaves(found, call, error.node)):
                     raise
                 return None
@@ -209,7 +209,7 @@ def with_backward(
 
 def _deciding_leaves(capture: Capture, call: BoundCall, number: fx.Node) -> list[int]:
     """Return the integer leaves that alone decide a number, such as a maximum of lengths; else none."""
-    ancestors = reached([number], lambda node: node.all_input_nodes)
+    ancestors = reachable([number], lambda node: node.all_input_nodes)
     sources = [node.name for node in ancestors if node.op == "placeholder"]
     if number.target is not aten.item.default or not set(sources) <= set(capture.inputs):
         return []

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.signature import InputSignature, TensorLeaf
-from graphplan.capture.structure import reached
+from graphplan.capture.structure import reachable
 from graphplan.errors import CaptureError, VerificationError
 from graphplan.passes.frontend.tensor_meta import TensorMeta, describe
 from graphplan.passes.pipeline.boundaries import Boundaries
@@ -141,7 +141,7 @@ class _Cut:
             self._require_made_here(node)
             return node.all_input_nodes
 
-        return set(reached((self.nodes[name] for name in names), read))
+        return set(reachable((self.nodes[name] for name in names), read))
 
     def _producer(self, node: fx.Node) -> fx.Node:
         """Return the node of the operation that makes a value, which may be one of several results."""

@@ -22,7 +22,7 @@ from collections.abc import Container, Iterable, Sequence
 from torch import fx
 
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.structure import reached
+from graphplan.capture.structure import reachable
 from graphplan.passes.frontend.flop_formulas import multiplies
 from graphplan.passes.training.segments import ModuleSegment, is_view, saved_nodes
 from graphplan.passes.training.weight_views import duplicate_for_backward
@@ -58,7 +58,7 @@ def _needed(
     def recomputable(nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return [node for node in nodes if node in able and node not in still_saved]
 
-    return set(reached(recomputable(freed), lambda node: recomputable(node.all_input_nodes)))
+    return set(reachable(recomputable(freed), lambda node: recomputable(node.all_input_nodes)))
 
 
 def _cheap(segment: ModuleSegment, saved: Sequence[fx.Node]) -> set[fx.Node]:

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from torch import nn
 
-from graphplan.capture.model.shared_attributes import PATCHED, stands_for
+from graphplan.capture.model.shared_attributes import PATCHED, register_placed
 
 # weak, since the class of a parametrized module refers to the module
 _classes: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakValueDictionary()
@@ -97,7 +97,7 @@ def unplaced(module: nn.Module, *, wrapped: bool = False) -> nn.Module:
     for name, value in attributes.items():
         is_method = isinstance(value, MethodType) and isinstance(value.__self__, nn.Module)
         plain.__dict__[name] = _unplaced_method(value, module, plain) if is_method else value
-    stands_for(plain, module)
+    register_placed(plain, module)
     return plain
 
 

@@ -45,7 +45,7 @@ def printed(module: fx.GraphModule) -> list[str]:
     return [f"{node.name}: {kinds[node.meta['val'].dtype]}" for node in calls]
 
 
-def test_casts_are_those_of_torch() -> None:
+def test_casts_equal_those_of_autocast() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -112,13 +112,13 @@ def test_operations_whose_kernels_need_symbolic_sizes_are_cast() -> None:
     assert largest_difference(found, expected) == 0
 
 
-def test_values_behind_a_cast_have_its_type() -> None:
+def test_values_after_a_cast_have_its_dtype() -> None:
     module = exported(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), X)  # traced without autocast
     write_casts(module, set(), torch.bfloat16, ["cpu"])
     assert printed(module)[-2:] == ["linear: bf16", "relu: bf16"]
 
 
-def test_blocks_for_other_devices_do_nothing() -> None:
+def test_autocast_blocks_for_other_devices_have_no_effect() -> None:
     class OnCuda(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.autocast("cuda", torch.bfloat16):

@@ -311,7 +311,7 @@ class Ready(nn.Module):
         return x @ self.weight
 
 
-def test_a_hook_that_makes_the_model_ready_is_named() -> None:
+def test_error_names_preparing_pre_hook() -> None:
     model = Ready()
     error = raised(lambda: graphplan.partition(model, {"cpu": "1GiB"}, (X,)))
     assert isinstance(error, AttributeError)

@@ -60,7 +60,7 @@ def lines(graph: fx.Graph) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     "family", ["short llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma3", "t5"))]
 )
-def test_the_graph_is_that_of_the_whole_work(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graph_equals_export_without_patches(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = build(family), torch.randint(1, 20, (2, 7))
     kwargs = {"input_ids": ids, **({"decoder_input_ids": ids} if family == "t5" else {})}
     short = captured(model, **kwargs)
@@ -128,7 +128,7 @@ def test_source_line_is_model_line_or_torch_line() -> None:
     assert sources(nn.Sequential(nn.Linear(4, 4)), input=torch.ones(2, 4)) == ["torch/nn/modules/linear.py"]
 
 
-def test_an_export_leaves_no_hook_behind() -> None:
+def test_export_leaves_no_hook() -> None:
     """torch 2.11 leaves a hook that every module calls for each assigned buffer."""
     hooks = module._global_buffer_registration_hooks
     before, layer = dict(hooks), nn.Linear(2, 2)

@@ -208,7 +208,7 @@ GLOBAL = Extractor()
         (by_another, False),
     ],
 )
-def test_hooks_leave_nothing_of_a_trace(kind: type[nn.Sequential], hook: Any, said: bool) -> None:
+def test_hooks_store_no_traced_tensors(kind: type[nn.Sequential], hook: Any, said: bool) -> None:
     model = kind(nn.Linear(8, 8), nn.ReLU())
     model[0].register_forward_hook(hook)
     _seen.clear()
@@ -276,7 +276,7 @@ class Looked(nn.Module):
         return self.parts["layer"](x)  # type: ignore[no-any-return]
 
 
-def test_containers_of_others_stay_as_they_are() -> None:
+def test_foreign_containers_are_unchanged() -> None:
     model = Looked()
     _parts.update(layer=model.layer, bias=lambda: model.layer.bias)
     model.layer.register_forward_hook(lambda module, args, output: output * len(_parts))
@@ -329,7 +329,7 @@ def test_functions_in_attributes_know_the_placed_model() -> None:
         torch.testing.assert_close(run_placed(machine, placed, (X,)), model(X) + 2)
 
 
-def test_a_function_that_knows_itself_is_copied_once() -> None:
+def test_self_referring_function_is_copied_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
 
     def repeated(x: torch.Tensor, times: int = 3) -> torch.Tensor:
@@ -407,7 +407,7 @@ class Pair(tuple[Any, ...]):
         return self
 
 
-def test_tuples_of_other_classes_stay_as_they_are() -> None:
+def test_tuples_of_unknown_classes_are_unchanged() -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     model.pair = Pair(lambda: model[0].bias, 2)  # type: ignore[assignment]
     placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))

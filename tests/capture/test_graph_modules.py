@@ -120,7 +120,7 @@ def test_a_graph_that_changes_with_the_mode(budgets: dict[Any, Any], build: Any)
 
 
 @pytest.mark.filterwarnings("ignore:hooks were added:graphplan.GraphplanWarning")
-def test_a_graph_module_inside_runs_module_by_module(budgets: dict[Any, Any]) -> None:
+def test_inner_graph_module_runs_module_by_module(budgets: dict[Any, Any]) -> None:
     model = Inside().eval()
     with torch.no_grad():
         placed = graphplan.partition(model, budgets, (X,))
@@ -131,7 +131,7 @@ def test_a_graph_module_inside_runs_module_by_module(budgets: dict[Any, Any]) ->
 
 
 @pytest.mark.filterwarnings("ignore:.*traced again:graphplan.GraphplanWarning")
-def test_an_edited_graph_is_that_of_its_module_alone(budgets: dict[Any, Any]) -> None:
+def test_edited_graph_affects_only_its_module(budgets: dict[Any, Any]) -> None:
     model = fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval())
     with torch.no_grad():
         expected = model(X)

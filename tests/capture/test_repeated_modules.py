@@ -76,7 +76,7 @@ def lines(graph: fx.Graph) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_a_trace_that_is_repeated_copies_blocks_too(copies: list[str]) -> None:
+def test_repeated_trace_copies_blocks(copies: list[str]) -> None:
     class Padded(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -90,7 +90,7 @@ def test_a_trace_that_is_repeated_copies_blocks_too(copies: list[str]) -> None:
     assert copies == 2 * ["blocks.2", "blocks.3"]
 
 
-def test_blocks_are_copied_and_the_graph_is_as_ever(copies: list[str]) -> None:
+def test_copied_blocks_equal_whole_trace(copies: list[str]) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(_BLOCKS)))
     found = captured(model, torch.randn(2, 4))
     assert copies == ["2", "3"]
@@ -392,7 +392,7 @@ class Scaled(OneDiffers):
         super().__init__(0)
 
 
-def test_an_attribute_that_is_set_before_the_call_counts(copies: list[str]) -> None:
+def test_attribute_set_before_the_call_is_used(copies: list[str]) -> None:
     model = Sets(Scaled)
     found = captured(model, torch.randn(2, 4))
     assert copies == ["blocks.2", "blocks.3", "blocks.5", "blocks.6"]
@@ -468,7 +468,7 @@ class CopiesIndex(Block):
 
 
 @pytest.mark.parametrize(("block", "expected"), [(AsksType, 5), (AsksReal, 0), (CopiesIndex, 0)])
-def test_an_index_is_guarded_however_it_is_read(block: type[Block], expected: int, copies: list[str]) -> None:
+def test_every_read_of_a_layer_index_is_guarded(block: type[Block], expected: int, copies: list[str]) -> None:
     model = Stack(block)
     found = captured(model, torch.randn(2, 4))
     assert len(copies) == expected

@@ -91,7 +91,7 @@ class Turning(nn.Module):
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="itertools takes no copies of its iterators")
 @pytest.mark.parametrize("args", [(), (X,)])
-def test_iterators_go_on_with_each_call(args: tuple[torch.Tensor, ...]) -> None:
+def test_iterators_advance_in_each_call(args: tuple[torch.Tensor, ...]) -> None:
     torch.manual_seed(0)
     model = Turning()
     with graphplan.simulate({0: "1MiB"}), torch.no_grad():

@@ -112,7 +112,7 @@ def patched_globals() -> dict[str, Any]:
 
 
 def registered() -> dict[Any, Any]:
-    """The registered pytree functions of classes that torch does not own."""
+    """The flatten functions of the classes that torch's pytree has registered."""
     return {cls: node.flatten_fn for cls, node in pytree.SUPPORTED_NODES.items()}
 
 
@@ -149,7 +149,7 @@ def test_four_threads_partition_at_once_without_leftovers() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupted_capture_leaves_everything_as_it_was(error: type[BaseException]) -> None:
+def test_interrupted_capture_restores_globals(error: type[BaseException]) -> None:
     def interrupt(*_: Any) -> None:
         raise error
 
@@ -177,7 +177,7 @@ def test_a_copy_and_its_original_capture_at_once() -> None:
 
 
 @pytest.mark.parametrize("budgets", [ROOMY, {0: "40KiB", "cpu": "64MiB"}], ids=["resident", "streamed"])
-def test_a_known_call_does_not_wait_for_a_capture(budgets: Any) -> None:
+def test_known_call_runs_during_capture(budgets: Any) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 64)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))

@@ -68,7 +68,7 @@ def test_capture_knows_weights_constants_and_structure() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_capture_leaves_the_model_as_it_was(device: str) -> None:
+def test_capture_leaves_the_model_unchanged(device: str) -> None:
     model = Owner().to(device)
     before = {name: (id(t), t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -329,7 +329,7 @@ def test_positional_dynamic_shapes_include_default_arguments() -> None:
         )
         assert placed(torch.ones(8, 4), scale, torch.ones(8, 4)).shape == (8, 4)
         assert len(placed.plans) == 1
-    with pytest.raises(graphplan.InputError, match="has 4 entries, and forward takes x, scale, y: give one"):
+    with pytest.raises(graphplan.InputError, match="has 4 entries, but forward takes x, scale, y: give one"):
         graphplan.plan(Scaled(4, 4), {"cpu": "1MiB"}, (x,), dynamic_shapes=(*shapes, None))
 
 
@@ -353,7 +353,7 @@ def test_weights_and_inputs_may_be_named_as_operations() -> None:
         assert set(placed.plan.placement) == {"mean", "x", "linear"}
 
 
-def test_the_values_of_a_generated_mask_decide_nothing() -> None:
+def test_generated_causal_mask_is_not_branched_on() -> None:
     class Translator(nn.Module):
         def __init__(self) -> None:
             super().__init__()

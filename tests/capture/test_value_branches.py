@@ -122,7 +122,7 @@ def machine() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "grad"), in_turn(MODELS, [False, True]))
-def test_branches_by_what_calls_write(machine: Any, name: str, grad: bool) -> None:
+def test_branches_on_state_written_by_calls(machine: Any, name: str, grad: bool) -> None:
     eager = MODELS[name]()
     limits = {0: bytes_of(eager) // 2 + (1 << 14), 1: "1MiB", "cpu": "1MiB"}
     placed = graphplan.partition(copy.deepcopy(eager), limits, (X,), grad=grad, strict=True)
@@ -186,7 +186,7 @@ def test_waiting_threads_read_current_flags(machine: Any) -> None:
         assert largest_difference(results[number], eager(X + number)) < 1e-6
 
 
-def test_a_copy_goes_by_its_own_weights(machine: Any) -> None:
+def test_copy_branches_on_its_own_weights(machine: Any) -> None:
     eager = Asking()
     placed = graphplan.partition(eager, machine.max_memory, (X,), strict=True)
     expected = placed(X)
@@ -198,7 +198,7 @@ def test_a_copy_goes_by_its_own_weights(machine: Any) -> None:
         assert torch.equal(placed(X), expected)
 
 
-def test_blocks_that_branch_are_not_copies_of_each_other(machine: Any) -> None:
+def test_branching_blocks_equal_eager(machine: Any) -> None:
     eager = nn.Sequential(*(Asking() for _ in range(4)))
     for part in list(eager)[1:3]:
         part.switches[1] = 1
@@ -225,7 +225,7 @@ def test_model_keeping_an_answer_warns_and_equals_eager(machine: Any) -> None:
     assert largest_difference(placed(X), eager(X)) < 1e-6
 
 
-def test_branches_by_inputs_and_at_random_have_no_graph(machine: Any) -> None:
+def test_branches_on_floats_or_random_numbers_raise(machine: Any) -> None:
     class ByInputs(Counting):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x) if self.count + x.sum() > 0 else x
@@ -239,7 +239,7 @@ def test_branches_by_inputs_and_at_random_have_no_graph(machine: Any) -> None:
             graphplan.partition(kind(assigns=False), machine.max_memory, (X,), strict=True)
 
 
-def test_a_model_without_values_has_no_branches() -> None:
+def test_meta_model_with_branches_raises() -> None:
     with torch.device("meta"):
         model = Asking()
     with pytest.raises(graphplan.CaptureError, match="depends on the values of tensors"):
@@ -316,7 +316,7 @@ def gridded(*grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("grad", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_integers_among_the_inputs_may_decide(machine: Any, grad: bool) -> None:
+def test_branches_on_integer_inputs(machine: Any, grad: bool) -> None:
     eager = Gridded()
     first = gridded((2, 3), (1, 4))
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, first, grad=grad, strict=True)
@@ -333,7 +333,7 @@ def test_integers_among_the_inputs_may_decide(machine: Any, grad: bool) -> None:
 
 
 class Padded(nn.Module):
-    """Computes the rows that a mask selects, if any; the mask may be None."""
+    """Fills masked elements, if the inverted mask has any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ def test_many_input_answers_end_in_running_without_graphs(machine: Any) -> None:
     assert len(placed.plans) == 8
 
 
-def test_inputs_without_values_decide_nothing() -> None:
+def test_branches_on_meta_inputs_raise() -> None:
     x, sizes = gridded((2, 3), (1, 4))
     with pytest.raises(graphplan.NoGraphError, match="tensors on the meta device have none: give integer"):
         graphplan.plan(Gridded(), {"cpu": "1MiB"}, (x.to("meta"), sizes.to("meta")))
@@ -413,12 +413,12 @@ class Packed(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Drawn(), Compared(), Rolled(), Packed()])
-def test_real_numbers_among_the_inputs_do_not_decide(machine: Any, model: nn.Module) -> None:
+def test_branches_on_float_values_raise(machine: Any, model: nn.Module) -> None:
     with pytest.raises(graphplan.NoGraphError, match="This line depends on the values of tensors"):
         graphplan.partition(model, machine.max_memory, (X,), strict=True)
 
 
-def test_sizes_of_one_and_of_none_are_numbers(machine: Any) -> None:
+def test_data_sizes_zero_and_one_are_constants(machine: Any) -> None:
     class BySegments(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -526,7 +526,7 @@ class OfLength(nn.Module):
         return self.linear(x) * 2 if (torch.arange(x.shape[0]).max() + ids.sum() > 4) else self.linear(x)
 
 
-def test_lengths_that_decide_with_integers_vary(machine: Any) -> None:
+def test_lengths_in_branches_on_integers_vary(machine: Any) -> None:
     eager, ids = OfLength(), torch.tensor([1, 2])
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (torch.randn(13, 16), ids))
     for length in range(2, 13):
@@ -589,7 +589,7 @@ def test_branch_input_of_another_type_is_retraced(machine: Any) -> None:
     assert len(placed.plans) == 4
 
 
-def test_inputs_decide_training_steps(machine: Any) -> None:
+def test_training_steps_branch_on_inputs(machine: Any) -> None:
     eager, many = OfMarks(), torch.tensor([1, 5])
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X, many), train=True, strict=True)
     for marks, plans in ((many, 1), (many - 2, 2), (many + 1, 2)):
@@ -710,7 +710,7 @@ class Whole(nn.Module):
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
-def test_integers_may_decide_together_with_sizes(machine: Any, grad: bool) -> None:
+def test_branches_on_integers_and_sizes(machine: Any, grad: bool) -> None:
     eager = Whole()
     call = torch.randn(4, 9, 16), torch.tensor([9] * 4)
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, call, train=grad, strict=True)

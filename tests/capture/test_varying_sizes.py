@@ -357,7 +357,7 @@ def test_comparisons_of_sizes_and_numbers_are_bools(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", COMPARED)
-def test_flags_that_are_read_from_tensors_decide(how: str) -> None:
+def test_flags_read_from_tensors_are_data_dependent(how: str) -> None:
     decide = COMPARED[how]
 
     def function(y: torch.Tensor, _: float) -> torch.Tensor:

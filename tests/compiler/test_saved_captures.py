@@ -28,7 +28,7 @@ from torch.nn import functional
 import graphplan
 from graphplan.analysis.plan import Plan
 from graphplan.capture.saved.description import Description
-from graphplan.capture.saved.plain_values import made_target, plain_target
+from graphplan.capture.saved.plain_values import plain_target, target_from_plain
 
 SOURCE = """
 import helper_of_saved
@@ -542,7 +542,7 @@ class Opaque(nn.Module):
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (ByData(), "the values of inputs decide sizes"),
+        (ByData(), "sizes that depend on values of inputs"),
         (Opaque(), r"Opaque\.state is an object of .*Generator"),
     ],
 )
@@ -744,7 +744,7 @@ def test_equal_values_alone_have_one_description(
 
 @pytest.mark.parametrize("target", [operator.mul, torch.sym_max, torch.ops.aten.add.Tensor, map_impl])
 def test_node_targets_are_saved_by_name(target: Any) -> None:
-    assert made_target(json.loads(json.dumps(plain_target(target)))) is target
+    assert target_from_plain(json.loads(json.dumps(plain_target(target)))) is target
 
 
 def test_capture_cache_must_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from graphplan.capture.changes.program_contents import (
     writes_to_state,
     written_constants,
 )
-from graphplan.capture.structure import Seen, flatten, reached, unflatten
+from graphplan.capture.structure import Seen, flatten, reachable, unflatten
 from graphplan.capture.value_branches import Branches
 from graphplan.errors import NoGraphError
 
@@ -283,7 +283,7 @@ def _modules(module: nn.Module) -> Iterator[nn.Module]:
     def children(part: nn.Module) -> list[nn.Module]:
         return [child for child in vars(part)["_modules"].values() if child is not None]
 
-    return reached([module], children, lambda part: id(vars(part)))
+    return reachable([module], children, lambda part: id(vars(part)))
 
 
 def _tensors(value: Snapshot) -> list[torch.Tensor]:

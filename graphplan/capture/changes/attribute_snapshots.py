@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from graphplan.capture.parameter_attributes import custom_attributes
-from graphplan.capture.structure import CONTAINERS, PLAIN, reached
+from graphplan.capture.structure import CONTAINERS, PLAIN, reachable
 
 MODULE_INTERNALS = {*(name for name in vars(nn.Module()) if "hooks" not in name), "forward"} - {"training"}
 """Attributes that every ``nn.Module`` has, and ``forward``, which a trace replaces. Hooks and ``training``
@@ -158,7 +158,7 @@ def held_by(model: nn.Module) -> set[int]:
         attributes = own_attributes(value) if isinstance(value, nn.Module) else {}
         return [one for name, one in attributes.items() if "hooks" not in name] + contents_of(value)
 
-    return set(map(id, reached(model.modules(), inside, id)))
+    return set(map(id, reachable(model.modules(), inside, id)))
 
 
 Attributes = list[tuple[Any, dict[str, Snapshot]]]

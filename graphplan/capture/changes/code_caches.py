@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from graphplan._compat.export import TRACED_NUMBERS
 from graphplan.capture.changes.attribute_snapshots import attributes_behind, held_by, items_of, own_attributes
 from graphplan.capture.changes.model_functions import EMPTY, content_of, function_of, hooks_of, names_in
-from graphplan.capture.structure import CONTAINERS, PLAIN_TYPES, reached
+from graphplan.capture.structure import CONTAINERS, PLAIN_TYPES, reachable
 
 _LIBRARIES = {*sys.stdlib_module_names, "graphplan", "numpy", "torch"} - {"__main__"}
 _CACHED: Any = type(functools.lru_cache(lambda: None))
@@ -184,4 +184,4 @@ def _is_traced(value: Any) -> bool:
         contents = one if issubclass(type(one), CONTAINERS) else attributes_behind(one) or {}
         return [part for _, part in items_of(contents)]
 
-    return any(issubclass(type(one), _TRACED) for one in reached([value], inside, id))
+    return any(issubclass(type(one), _TRACED) for one in reachable([value], inside, id))

@@ -9,7 +9,7 @@ from torch import fx
 
 from graphplan._compat.torch import storage_of
 from graphplan.capture.changes.assigned_writes import unconverted, writes
-from graphplan.capture.structure import reached
+from graphplan.capture.structure import reachable
 from graphplan.capture.written_memory import written_arguments
 
 
@@ -59,5 +59,5 @@ def operations(program: torch.export.ExportedProgram) -> tuple[list[str], list[A
 
 def _is_used(node: fx.Node) -> bool:
     """Whether a result, or a write, depends on a node."""
-    users = reached(node.users, lambda user: user.users)
+    users = reachable(node.users, lambda user: user.users)
     return any(user.op == "output" or writes(user) for user in users)

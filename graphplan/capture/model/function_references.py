@@ -32,7 +32,7 @@ from graphplan.capture.changes.attribute_snapshots import (
     snapshot,
 )
 from graphplan.capture.changes.model_functions import EMPTY, content_of, function_of, hooks_of, names_in
-from graphplan.capture.structure import CONTAINERS, reached
+from graphplan.capture.structure import CONTAINERS, reachable
 
 _CODE = (FunctionType, MethodType, functools.partial)
 _REFERRING: tuple[Any, ...] = (tuple, weakref.ref, *weakref.ProxyTypes)
@@ -170,7 +170,7 @@ class _References:
     def reached_from(self, value: Any) -> bool:
         """Whether ``value`` is, holds, or closes over an object that has a copy."""
         seen = set[int]()
-        for one in reached(
+        for one in reachable(
             [value], lambda one: () if id(one) in self._unrelated else _references_in(one), id
         ):
             if self._copies.get(id(one), one) is not one:

@@ -31,7 +31,7 @@ _HOLDS = "Since it has tensors or modules in it, a placed model cannot share it:
 _placed: WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = WeakKeyDictionary()
 
 
-def stands_for(plain: nn.Module, placed: nn.Module) -> None:
+def register_placed(plain: nn.Module, placed: nn.Module) -> None:
     """Make references to ``placed`` in a copy of ``plain`` refer to that copy."""
     _placed[plain] = weakref.ref(placed)
 

@@ -2,9 +2,9 @@
 
 Two processes with the same hash trace the same graph. Attributes are hashed by value, recursively. User code
 is hashed by its bytecode, its file, and the globals to which it refers, wherever these are defined. Code of
-installed packages is hashed by bytecode, and by what the user has patched in the package's modules. For the
+installed packages is hashed by bytecode, and by the user's patches of the package's modules. For the
 model's own classes the globals of their methods are hashed, too, so that a function patched by another
-package is noticed. Torch and Python are hashed by their versions, torch also by what is patched in it. Code
+package is noticed. Torch and Python are hashed by their versions, torch also by its patched functions. Code
 that is reached through other code is left to :mod:`graphplan.capture.saved.source_files`.
 """
 
@@ -88,7 +88,7 @@ class Description:
         Raises:
             NotSavedError: the value has a type whose objects cannot be compared.
         """
-        plain = next((kind for kind in PLAIN if isinstance(value, kind)), None)
+        plain = next((cls for cls in PLAIN if isinstance(value, cls)), None)
         if isinstance(value, enum.Enum):
             self.update(_name(type(value)), value.name)
         elif plain is not None:
@@ -201,7 +201,7 @@ class Description:
                 self._replaced(one)
                 continue
             self._file(file)
-            for name, value in list(vars(one).items()):  # an instance among them adds to it
+            for name, value in list(vars(one).items()):  # hashing an instance among them may add names
                 function = function_of(value)
                 if function is not None:
                     self.update(name)
@@ -261,7 +261,7 @@ class Description:
         elif follow:
             for name, value in globals_of(function):
                 self.update(name)
-                self._briefly(value)
+                self._without_attributes(value)
 
     def _cell(self, cell: Any, where: str, code: types.CodeType) -> None:
         value = content_of(cell)
@@ -273,11 +273,11 @@ class Description:
         elif isinstance(value, type) or is_of_versions(code.co_filename):
             self.update("cell", _name(value) if isinstance(value, type) else _name(type(value)))
         elif is_installed(code.co_filename):
-            self._briefly(value)
+            self._without_attributes(value)
         else:
             self.add(value, f"a variable around {where}")
 
-    def _briefly(self, value: Any) -> None:
+    def _without_attributes(self, value: Any) -> None:
         """Hash a value of an installed package by plain value or code, without its attributes."""
         if type(value) in PLAIN_TYPES:
             self.update(repr(value))
@@ -289,8 +289,9 @@ class Description:
         elif (function := function_of(value)) is not None:
             self._function(function, function.__qualname__)
         elif isinstance(value, Mapping):
-            weak = isinstance(value, weakref.WeakValueDictionary)  # its items come and go
-            for key, one in () if weak else sorted(value.items(), key=str):
+            if isinstance(value, weakref.WeakValueDictionary):  # its items come and go
+                return
+            for key, one in sorted(value.items(), key=str):
                 self.update(key)
                 if (function := function_of(one)) is not None:
                     self.update(*code_parts(function.__code__))
@@ -317,7 +318,7 @@ def _is_not_user_code(file: str) -> bool:
 
 
 def _pickled_parts(value: Any) -> tuple[Any, ...] | None:
-    """Return what pickle would store of an object; None if it stores nothing, as of a lock."""
+    """Return the state that pickle would store of an object; None if it cannot be pickled, as a lock."""
     try:
         parts = value.__reduce_ex__(4)
     except TypeError:
@@ -326,7 +327,7 @@ def _pickled_parts(value: Any) -> tuple[Any, ...] | None:
 
 
 def _is_numpy_function(value: Any) -> bool:
-    """Whether it is a function in C that NumPy exports by its name, such as ``np.sin``."""
+    """Whether a value is a C function that NumPy exports by its name, such as ``np.sin``."""
     if type(value).__module__ != "numpy":
         return False
     home = getattr(value, "__module__", "numpy")  # ufuncs of NumPy 1 have none

@@ -26,19 +26,19 @@ from graphplan.capture.saved.plain_values import (
     NotSavedError,
     checked_name,
     from_plain,
-    made_target,
     plain_target,
+    target_from_plain,
     to_plain,
 )
 from graphplan.capture.written_memory import written_memories
 
 _NUMBERS = {"int": torch.SymInt, "float": torch.SymFloat, "bool": torch.SymBool}
 _OPS = ("placeholder", "get_attr", "call_function", "output")
-_NOTES = ("stack_trace", "backward", "forward", "repeats", "seq_nr")
+_META_KEYS = ("stack_trace", "backward", "forward", "repeats", "seq_nr")
 
 
 class GraphWriter:
-    """Converts the graphs of one trace; what several nodes share is written once.
+    """Converts the graphs of one trace; values that several nodes share are written once.
 
     Args:
         module: the graph, with those of its control-flow operations.
@@ -65,14 +65,14 @@ class GraphWriter:
         return {"nodes": nodes, "inner": inner}
 
     def _node(self, node: fx.Node) -> list[Any]:
-        notes = {name: node.meta[name] for name in _NOTES if name in node.meta}
+        meta = {name: node.meta[name] for name in _META_KEYS if name in node.meta}
         if "nn_module_stack" in node.meta:
             stack = node.meta["nn_module_stack"] or {}
-            notes["path"] = self._number("paths", [[key, *map(_text, entry)] for key, entry in stack.items()])
+            meta["path"] = self._number("paths", [[key, *map(_text, entry)] for key, entry in stack.items()])
         if "val" in node.meta:
-            notes["value"] = to_plain(node.meta["val"], self._traced)
+            meta["value"] = to_plain(node.meta["val"], self._traced)
         arguments = to_plain(node.args), to_plain(dict(node.kwargs))
-        return [node.op, node.name, plain_target(node.target), *arguments, notes]
+        return [node.op, node.name, plain_target(node.target), *arguments, meta]
 
     def _traced(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -89,20 +89,23 @@ class GraphWriter:
         return [*sizes, to_plain(value.dtype)[1], str(value.device), value.requires_grad, memory]
 
     def _size(self, size: Any) -> Any:
-        kind = next((kind for kind, cls in _NUMBERS.items() if isinstance(size, cls)), None)
-        if kind is None or (kind == "int" and size.node.expr.is_number):  # fixed by the trace
+        type_name = next(
+            (type_name for type_name, number_class in _NUMBERS.items() if isinstance(size, number_class)),
+            None,
+        )
+        if type_name is None or (type_name == "int" and size.node.expr.is_number):  # fixed by the trace
             return int(size)
         expression, env = size.node.expr, size.node.shape_env
         for symbol in sorted(expression.free_symbols, key=str):
             plain = plain_symbol(symbol, env)
             if plain[2] is None:
-                raise NotSavedError("a graph in which the values of inputs decide sizes is not saved")
+                raise NotSavedError("a graph with sizes that depend on values of inputs is not saved")
             self._number("symbols", plain)
         try:
             plain = plain_expression(expression)
         except KeyError as error:
             raise NotSavedError(f"a graph with the size {expression} is not saved: {error}") from error
-        return ["symbolic", self._number("sizes", [kind, plain])]
+        return ["symbolic", self._number("sizes", [type_name, plain])]
 
     def _number(self, table: str, entry: Any) -> int:
         key = json.dumps(entry)
@@ -139,18 +142,18 @@ class GraphMaker:
         for name, inner in plain["inner"].items():
             setattr(root, name, self.module(inner))
         graph, nodes = fx.Graph(), dict[str, fx.Node]()
-        for op, name, target, args, kwargs, notes in plain["nodes"]:
+        for op, name, target, args, kwargs, meta in plain["nodes"]:
             if op not in _OPS:
                 raise NotSavedError(f"{op!r} is not a node of a traced graph")
             arguments = from_plain(args, {"node": nodes}), from_plain(kwargs, {"node": nodes})
-            node = graph.create_node(op, made_target(target), *arguments, name)
+            node = graph.create_node(op, target_from_plain(target), *arguments, name)
             if node.name != name:
                 node.name = checked_name(name)
-            node.meta = {note: notes[note] for note in _NOTES if note in notes}
-            if "path" in notes:
-                node.meta["nn_module_stack"] = self._paths[notes["path"]]
-            if "value" in notes:
-                node.meta["val"] = from_plain(notes["value"], self._known)
+            node.meta = {key: meta[key] for key in _META_KEYS if key in meta}
+            if "path" in meta:
+                node.meta["nn_module_stack"] = self._paths[meta["path"]]
+            if "value" in meta:
+                node.meta["val"] = from_plain(meta["value"], self._known)
             nodes[name] = node
         return fx.GraphModule(root, graph)
 
@@ -159,9 +162,9 @@ class GraphMaker:
     ) -> torch.Tensor:
         sizes, strides = (list(map(self._size, of)) for of in (shape, stride))
         base = None if memory is None else self._memories.get(memory)
-        kind, place = getattr(torch, dtype), torch.device(device)
+        torch_dtype, torch_device = getattr(torch, dtype), torch.device(device)
         with unbacked_like_backed():  # as in the trace, which assumes no size to be above 1
-            tensor = fake_tensor(self.sizes.mode, sizes, strides, 0, kind, place, base)
+            tensor = fake_tensor(self.sizes.mode, sizes, strides, 0, torch_dtype, torch_device, base)
         tensor.requires_grad_(requires_grad)
         if memory is not None:
             self._memories.setdefault(memory, tensor)

@@ -42,8 +42,8 @@ def _refuse(value: Any) -> NoReturn:
     raise NotSavedError(f"a graph with a {type(value).__name__} in it is not saved")
 
 
-def to_plain(value: Any, other: Callable[[Any], Any] = _refuse) -> Any:
-    """Return a value as JSON; lists are tagged, so that tuples stay tuples. ``other`` converts other types.
+def to_plain(value: Any, convert_other: Callable[[Any], Any] = _refuse) -> Any:
+    """Return a value as JSON; tagged lists distinguish tuples. ``convert_other`` is for other types.
 
     Raises:
         NotSavedError: the value cannot be saved.
@@ -55,9 +55,9 @@ def to_plain(value: Any, other: Callable[[Any], Any] = _refuse) -> Any:
     if isinstance(value, torch.Size):
         return ["size", *map(to_plain, value)]
     if type(value) in (list, fx.immutable_collections.immutable_list):
-        return ["list", *(to_plain(one, other) for one in value)]
+        return ["list", *(to_plain(one, convert_other) for one in value)]
     if type(value) is tuple:
-        return ["tuple", *(to_plain(one, other) for one in value)]
+        return ["tuple", *(to_plain(one, convert_other) for one in value)]
     if type(value) in (dict, fx.immutable_collections.immutable_dict):
         return ["dict", *([to_plain(key), to_plain(one)] for key, one in value.items())]
     if isinstance(value, _CONSTANTS):
@@ -81,11 +81,11 @@ def to_plain(value: Any, other: Callable[[Any], Any] = _refuse) -> Any:
         return [type(value).__name__, *parts]
     if isinstance(value, frozenset):
         return ["frozenset", *map(to_plain, sorted(value))]
-    return other(value)
+    return convert_other(value)
 
 
-def from_plain(plain: Any, known: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """Return the value; ``known`` maps a tag to the table to which it refers, such as nodes by name.
+def from_plain(plain: Any, tables: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Return the value; ``tables`` maps a tag to the table to which it refers, such as nodes by name.
 
     Raises:
         NotSavedError: this process has not imported a class, or pytree cannot flatten it.
@@ -93,13 +93,13 @@ def from_plain(plain: Any, known: Mapping[str, Any] = MappingProxyType({})) -> A
     if not isinstance(plain, list):
         return plain
     kind, *parts = plain
-    if kind in known:
-        return known[kind][parts[0]]
+    if kind in tables:
+        return tables[kind][parts[0]]
     if kind == "class":
         return _class(*parts)
     if kind == "dict":
-        return {from_plain(key, known): from_plain(one, known) for key, one in parts}
-    return _MADE[kind](*(from_plain(part, known) for part in parts))
+        return {from_plain(key, tables): from_plain(one, tables) for key, one in parts}
+    return _CONSTRUCTORS[kind](*(from_plain(part, tables) for part in parts))
 
 
 def _class(module: str, name: str) -> type:
@@ -126,14 +126,14 @@ def _torch(name: str) -> Any:
     return constant
 
 
-def _layout_part(kind: str, cls: Any, *rest: Any) -> LayoutPart:
+def _layout_part(kind: str, cls: Any, *values: Any) -> LayoutPart:
     bases: Any = {"sequence": (list, tuple, set, frozenset), "mapping": dict}.get(kind, object)
     if cls is not None and not issubclass(cls, bases):
         raise NotSavedError(f"a {cls.__qualname__} is not a {kind}")
-    return LayoutPart(kind, cls, *rest)
+    return LayoutPart(kind, cls, *values)
 
 
-_MADE: dict[str, Callable[..., Any]] = {
+_CONSTRUCTORS: dict[str, Callable[..., Any]] = {
     "none type": lambda: type(None),
     "size": lambda *sizes: torch.Size(sizes),
     "list": lambda *parts: list(parts),
@@ -178,7 +178,7 @@ def checked_name(name: str) -> str:
     return name
 
 
-def made_target(plain: Any) -> Any:
+def target_from_plain(plain: Any) -> Any:
     """Return the target that :func:`plain_target` has converted."""
     if isinstance(plain, str):
         return checked_name(plain)

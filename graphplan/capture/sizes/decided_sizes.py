@@ -1,9 +1,9 @@
-"""Data-dependent sizes where a captured graph is traced again, as for its gradients.
+"""Data-dependent sizes where a captured graph is retraced, as for its gradients.
 
 Some are constants in the first trace, by a guard. An operation that runs again makes symbols for all::
 
     first trace    nonzero(mask): (5, 1)         nonzero(other): (u3, 1)
-    again          nonzero(mask): (u0, 1)        nonzero(other): (u1, 1)
+    retraced       nonzero(mask): (u0, 1)        nonzero(other): (u1, 1)
     here           nonzero(mask): (5, 1)         nonzero(other): (u1, 1), where u1 is u3 of the capture
 """
 
@@ -41,11 +41,11 @@ _BROADCASTING = frozenset(
 """Operations that broadcast without the tag ``pointwise``."""
 
 
-class TakenForAnotherError(NoGraphError):
+class EquatedSizeError(NoGraphError):
     """The code equates a data-dependent size, which ``node`` of the capture computes, with another size."""
 
-    def __init__(self, said: str, node: fx.Node) -> None:
-        super().__init__(said)
+    def __init__(self, message: str, node: fx.Node) -> None:
+        super().__init__(message)
         self.node = node
 
 
@@ -61,12 +61,12 @@ class DecidedSizes(fx.Interpreter):
         constants: new symbol -> size, for sizes that are constants in the capture.
 
     Raises:
-        TakenForAnotherError: the capture equates a data-dependent size with another symbolic size.
+        EquatedSizeError: the capture equates a data-dependent size with another symbolic size.
     """
 
     def __init__(self, module: fx.GraphModule, env: ShapeEnv) -> None:
         super().__init__(module)
-        self.extra_traceback = False  # error messages say enough
+        self.extra_traceback = False  # messages are clear without it
         self._env = env
         self.symbols: dict[Any, Any] = {}
         self.constants: dict[Any, int] = {}
@@ -87,15 +87,15 @@ class DecidedSizes(fx.Interpreter):
         sizes = _sizes(tree_leaves(result))
         if any(map(_is_unbacked, sizes)):
             for new, captured in zip(sizes, traced, strict=True):
-                self._decide(n, new, captured)
+                self._fix_size(n, new, captured)
         return result
 
-    def _decide(self, node: fx.Node, size: Any, captured: Any) -> None:
+    def _fix_size(self, node: fx.Node, size: Any, captured: Any) -> None:
         if not _is_unbacked(size):
             return
         if isinstance(captured, torch.SymInt):
-            raise TakenForAnotherError(
-                f"values decide the output size of {node.target}, and the code assumes {captured}", node
+            raise EquatedSizeError(
+                f"the output size of {node.target} depends on data, but the code assumes {captured}", node
             )
         self.constants[size.node.expr] = captured
         with untraced():
@@ -126,7 +126,7 @@ def require_no_broadcast(graph: fx.Graph, sizes: Mapping[Any, Any]) -> None:
             one, other = (original_expression(size).xreplace(sizes) for size in pair)
             if one != other and 1 not in (one, other) and free_unbacked_symbols([one, other]):
                 raise NoGraphError(
-                    f"values decide input sizes of {node.target}, which broadcasts those that are 1"
+                    f"input sizes of {node.target} depend on data, and it broadcasts those that are 1"
                 )
 
 
@@ -134,7 +134,9 @@ def _paired_sizes(node: fx.Node) -> Iterator[tuple[Any, Any]]:
     """Yield the pairs of sizes that must be equal unless one is 1."""
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()) and node.target not in _BROADCASTING:
         return
-    nodes = [*node.all_input_nodes, *([node] if node.target is aten.expand.default else [])]
-    tensors = [one for each in nodes if isinstance(one := each.meta.get("val"), torch.Tensor)]
+    nodes = list(node.all_input_nodes)
+    if node.target is aten.expand.default:
+        nodes.append(node)
+    tensors = [val for one in nodes if isinstance(val := one.meta.get("val"), torch.Tensor)]
     for one, other in combinations(tensors, 2):
         yield from zip(reversed(one.shape), reversed(other.shape), strict=False)

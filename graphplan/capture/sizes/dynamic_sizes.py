@@ -2,7 +2,8 @@
 
 Symbols of input sizes have the largest value that the graph is to serve. Data-dependent symbols (the number
 of tokens of an expert, the size of an image given by a tensor of sizes) have a bound if a tensor is split by
-them or they count what a mask selects. Else they are as in the example, if its inputs determine them::
+them or they count the elements that a mask selects. Else they are as in the example, if its inputs determine
+them::
 
     split(x, [u0, u1])           u0 <= len(x), u1 <= len(x), u0 + u1 == len(x)
     index(x, mask): [u2]         u2 <= len(mask)
@@ -22,12 +23,12 @@ from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.signature import CounterLeaf, TensorLeaf
-from graphplan.capture.structure import reached
+from graphplan.capture.structure import reachable
 from graphplan.capture.written_memory import written_arguments
 
 UNBOUNDED = 1 << 48  # torch's upper bound of an unbounded size is above this
-_MOST = 1 << 24  # elements of a tensor that is computed to find sizes; such tensors are small
-_CHOICES = frozenset(
+_MAX_ELEMENTS = 1 << 24  # of a tensor that is computed to find sizes; such tensors are small
+_SELECTIONS = frozenset(
     {
         *("aten::nonzero", "aten::nonzero_numpy", "aten::argwhere", "aten::where", "aten::masked_select"),
         *("aten::index", "aten::_unique", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"),
@@ -47,13 +48,17 @@ def finite_bound(bound: Any) -> int | None:
 
 
 def values_of(graph: fx.Graph) -> dict[str, Any]:
-    """Return name of each placeholder -> traced value; None for what is neither a tensor nor a size."""
+    """Return name of placeholder -> traced value, None unless it is a tensor or a size."""
     return {node.name: node.meta.get("val") for node in graph.find_nodes(op="placeholder")}
 
 
 def _symbols(val: Any, values: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the symbols that are sizes of a tensor, or an integer, each with its entry of ``values``."""
-    yield from _sized(val.shape, values) if isinstance(val, torch.Tensor) else _sized([val], [values])
+    yield from (
+        _symbolic_sizes(val.shape, values)
+        if isinstance(val, torch.Tensor)
+        else _symbolic_sizes([val], [values])
+    )
 
 
 def _shapes(result: Any) -> Any:
@@ -61,7 +66,7 @@ def _shapes(result: Any) -> Any:
     return [getattr(leaf, "shape", [leaf]) for leaf in pytree.tree_leaves(result)]
 
 
-def _sized(sizes: Iterable[Any], values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+def _symbolic_sizes(sizes: Iterable[Any], values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
     """Yield those of ``sizes`` that are symbols, each with its entry of ``values``."""
     for size, value in zip(sizes, values, strict=True):
         if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
@@ -90,7 +95,7 @@ def sizes_of_call(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any])
     for name, leaf in zip(inputs, leaves, strict=True):
         val = values[name]
         if isinstance(val, torch.Tensor) and val.layout is torch.strided:
-            known |= {symbol: int(step) for symbol, step in _sized(val.stride(), leaf.stride())}
+            known |= {symbol: int(step) for symbol, step in _symbolic_sizes(val.stride(), leaf.stride())}
         known |= {symbol: int(size) for symbol, size in _symbols(val, getattr(leaf, "shape", leaf))}
     return known
 
@@ -104,15 +109,15 @@ def exact_size(size: Any, sizes: Mapping[Any, int]) -> int | None:
 
 
 def with_data_sizes(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]:
-    """Return the sizes together with bounds of data-dependent sizes.
+    """Return the sizes is_broadcast with bounds of data-dependent sizes.
 
     A selection has at most as many elements as its tensor. Where a tensor is split, each section has at most
     the tensor's size, and the sections sum to it: no expert gets more tokens than there are.
     """
     bounds = dict(sizes)
-    for node, chosen in _choices(graph):
-        most = _most_chosen(node, bounds)
-        bounds |= {} if most is None else dict.fromkeys(chosen, most)
+    for node, selected in _selections(graph):
+        most = _max_selected(node, bounds)
+        bounds |= {} if most is None else dict.fromkeys(selected, most)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.split_with_sizes.default):
         whole = node.args[0].meta.get("val")
         sections = [getattr(part, "meta", {}).get("val", part) for part in node.args[1]]
@@ -129,7 +134,7 @@ def with_data_sizes(graph: fx.Graph, sizes: Mapping[Any, int]) -> dict[Any, int]
     return bounds
 
 
-def _choices(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[Any]]]:
+def _selections(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[Any]]]:
     """Yield each node that selects from a tensor, with the symbols that first occur in its result."""
     before: set[Any] = set()
     for node in graph.nodes:
@@ -137,23 +142,23 @@ def _choices(graph: fx.Graph) -> Iterator[tuple[fx.Node, list[Any]]]:
             continue
         new = [symbol for symbol in symbols_of(node) if symbol not in before]
         before.update(new)
-        if new and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _CHOICES:
+        if new and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _SELECTIONS:
             yield node, new
 
 
-def _most_chosen(node: fx.Node, sizes: Mapping[Any, int]) -> int | None:
+def _max_selected(node: fx.Node, sizes: Mapping[Any, int]) -> int | None:
     """Return the largest number of elements selected, that of the mask or tensor; None if it is unknown."""
     vals = [source.meta.get("val") for source in node.all_input_nodes]
     tensors = [val for val in vals if isinstance(val, torch.Tensor)]
     masks = [tensor for tensor in tensors if tensor.dtype == torch.bool]
-    together = node.target is torch.ops.aten.masked_select.default  # it broadcasts mask and tensor
+    is_broadcast = node.target is torch.ops.aten.masked_select.default  # it broadcasts mask and tensor
     shapes = list[list[int]]()
-    for tensor in tensors if together else masks or tensors:
+    for tensor in tensors if is_broadcast else masks or tensors:
         shape = [largest_size(size, sizes) for size in tensor.shape]
         shapes.append([size for size in shape if size is not None])
         if len(shapes[-1]) < len(shape):
             return None
-    if together:
+    if is_broadcast:
         shapes = [[max(of_axis) for of_axis in zip_longest(*map(reversed, shapes), fillvalue=1)]]
     return max(map(math.prod, shapes), default=None)
 
@@ -178,31 +183,33 @@ def sizes_of_example(
     ``values`` has the known placeholders: inputs, constants and buffers. Call ``warn`` if unbounded sizes
     depend on the values of ``inputs``, which differ between calls.
     """
-    deciding = [node for node in graph.nodes if symbols_of(node)]
-    wanted = set(reached(deciding, lambda node: node.all_input_nodes))
+    dynamic_nodes = [node for node in graph.nodes if symbols_of(node)]
+    needed = set(reachable(dynamic_nodes, lambda node: node.all_input_nodes))
     known: dict[fx.Node, Any] = {}
     varying: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in values:
             known[node] = values[node.name]
-        elif node in wanted and all(source in known for source in node.all_input_nodes):
-            value = _computed(node, known)
+        elif node in needed and all(source in known for source in node.all_input_nodes):
+            value = _evaluate(node, known)
             if value is not None:
                 known[node] = value
         if node.name in inputs or varying.intersection(node.all_input_nodes):
             varying.add(node)
     example: dict[Any, int] = {}
-    for node in (node for node in deciding if node in known):
+    for node in (node for node in dynamic_nodes if node in known):
         for sizes, actual in zip(_shapes(node.meta["val"]), _shapes(known[node]), strict=True):
             example |= {
-                symbol: int(size) for symbol, size in _sized(sizes, actual) if _is_unbacked_symbol(symbol)
+                symbol: int(size)
+                for symbol, size in _symbolic_sizes(sizes, actual)
+                if _is_unbacked_symbol(symbol)
             }
-    counts = {node: known[each] for node in deciding if (each := _counts_of(node)) in known}
+    counts = {node: known[each] for node in dynamic_nodes if (each := _counts_of(node)) in known}
     repeated = {node: each for node, each in counts.items() if each.numel() > 1}  # one count is for all rows
     for node, each in repeated.items():
         example |= dict.fromkeys(symbols_of(node), int(each.sum()))
-    bounded = {symbol for _, chosen in _choices(graph) for symbol in chosen}
-    unbounded = [node for node in deciding if not bounded.issuperset(symbols_of(node))]
+    bounded = {symbol for _, selected in _selections(graph) for symbol in selected}
+    unbounded = [node for node in dynamic_nodes if not bounded.issuperset(symbols_of(node))]
     if any(node in known or node in repeated for node in unbounded if node in varying):
         warn(
             "the plan counts data-dependent sizes as they are in the example call: calls in which they are "
@@ -219,7 +226,12 @@ def _counts_of(node: fx.Node) -> Any:
 def symbols_of(node: fx.Node) -> list[Any]:
     """Return the data-dependent symbols that are sizes or numbers of a node's result by themselves."""
     shapes = _shapes(node.meta.get("val"))
-    return [symbol for sizes in shapes for symbol, _ in _sized(sizes, sizes) if _is_unbacked_symbol(symbol)]
+    return [
+        symbol
+        for sizes in shapes
+        for symbol, _ in _symbolic_sizes(sizes, sizes)
+        if _is_unbacked_symbol(symbol)
+    ]
 
 
 def _has_side_effects(node: fx.Node) -> bool:
@@ -230,7 +242,7 @@ def _has_side_effects(node: fx.Node) -> bool:
     return bool(written) or torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def _computed(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+def _evaluate(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
     """Return a node's result from known values; None if it is too large or the node cannot run alone."""
     target = node.target
     if node.op != "call_function" or not callable(target) or _has_side_effects(node):
@@ -242,4 +254,4 @@ def _computed(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
     except Exception:  # an operation may raise anything
         return None
     tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    return None if any(tensor.numel() > _MOST for tensor in tensors) else result
+    return None if any(tensor.numel() > _MAX_ELEMENTS for tensor in tensors) else result

@@ -1,7 +1,7 @@
 """Division of a batch into microbatches along its first dimension.
 
-Tensors whose first size is that of the batch are divided; each microbatch gets all others unchanged. What was
-not divided in the example is not divided in later calls either, even if it happens to have as many rows.
+Tensors whose first size is that of the batch are divided; each microbatch gets all others unchanged. Tensors
+that were not divided in the example are not divided in later calls, even if they have as many rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Divided = Mapping[str, bool]
 
 
 def divided_in(example: BoundCall) -> Divided:
-    """Return which tensors of an example are divided; those of one row, which may broadcast, are left out."""
+    """Return which tensors of an example are divided, without those of one row, which may broadcast."""
     rows, named = batch_of(example), zip(leaf_names(example), example.leaves, strict=True)
     return {name: leaf.shape[0] == rows for name, leaf in named if _rows(leaf) not in (None, 1)}
 
@@ -32,7 +32,7 @@ def batch_of(call: BoundCall, divided: Divided = MappingProxyType({})) -> int:
 
     Args:
         call: the call with the batch.
-        divided: what was divided in the example; tensors that were not are ignored.
+        divided: the tensors divided in the example; others are ignored.
 
     Raises:
         InputError: there is no such tensor.
@@ -49,7 +49,7 @@ def microbatches_of(call: BoundCall, count: int, divided: Divided = MappingProxy
     Args:
         call: the call with the whole batch.
         count: the number of microbatches; with 1 the call is unchanged.
-        divided: what was divided in the example.
+        divided: the tensors divided in the example.
 
     Raises:
         InputError: the batch does not divide equally, or a tensor that was divided in the example has another
@@ -63,20 +63,20 @@ def microbatches_of(call: BoundCall, count: int, divided: Divided = MappingProxy
             f"a batch of {rows} rows does not divide into {count} microbatches of equal size: pad it to "
             f"{max(1, -(-rows // count)) * count} rows, or choose other microbatches"
         )
-    each, named = rows // count, list(zip(leaf_names(call), call.leaves, strict=True))
+    size, named = rows // count, list(zip(leaf_names(call), call.leaves, strict=True))
     for name, leaf in named:
         if divided.get(name) and _rows(leaf) not in (None, 1, rows):
             raise InputError(
-                f"{name} has {_rows(leaf)} rows, and the batch has {rows}: it was divided into microbatches "
+                f"{name} has {_rows(leaf)} rows, but the batch has {rows}: it was divided into microbatches "
                 "in the example, so it must have as many rows"
             )
     parts = [divided.get(name, True) and _rows(leaf) == rows for name, leaf in named]
 
     def part(start: int) -> BoundCall:
         is_part = iter(parts)
-        return call.mapped(lambda leaf: leaf[start : start + each] if next(is_part) else leaf)
+        return call.mapped(lambda leaf: leaf[start : start + size] if next(is_part) else leaf)
 
-    return [part(start) for start in range(0, rows, each)]
+    return [part(start) for start in range(0, rows, size)]
 
 
 def _rows(leaf: Any) -> int | None:
@@ -89,8 +89,12 @@ def targets_of(target: Any, count: int, rows: int) -> list[Any]:
     Raises:
         InputError: a tensor's rows are not a multiple of the batch's, as they are for ``(batch * length,)``.
     """
-    for leaf in leaves_of(target) if count > 1 else ():
-        if isinstance(leaf, torch.Tensor) and (not leaf.dim() or not leaf.shape[0] or leaf.shape[0] % rows):
+    for leaf in leaves_of(target):
+        if (
+            count > 1
+            and isinstance(leaf, torch.Tensor)
+            and (not leaf.dim() or not leaf.shape[0] or leaf.shape[0] % rows)
+        ):
             raise InputError(
                 f"a target of shape {list(leaf.shape)} cannot be divided along its first dimension like the "
                 f"batch: give it {rows} rows, as many as the batch has"

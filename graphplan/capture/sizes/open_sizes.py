@@ -1,4 +1,4 @@
-"""The symbolic sizes of a trace whose graph is traced again, as for its gradients.
+"""The symbolic sizes of a trace whose graph is retraced, as for its gradients.
 
 The conditions that the second trace adds become a guard. Sizes that are 0 or 1 in the example, which
 broadcast or make tensors empty, are constants in the second trace::
@@ -40,7 +40,7 @@ class OpenSizes:
     texts: dict[Any, str]
     codes: dict[Any, str]
 
-    def settled(self, size: Any) -> Any:
+    def with_small_values(self, size: Any) -> Any:
         """Return a size with the values of the small symbols put in."""
         if not isinstance(size, torch.SymInt) or size.node.expr.free_symbols.isdisjoint(self.small):
             return size
@@ -56,7 +56,7 @@ class OpenSizes:
             NoGraphError: a condition is on a size that no leaf has.
         """
         return all_of(
-            *(conditions_since(self.env, self.condition_count, each) for each in (self.texts, self.codes))
+            *(conditions_since(self.env, self.condition_count, names) for names in (self.texts, self.codes))
         )
 
 

@@ -18,8 +18,8 @@ from graphplan.capture.sizes.dynamic_axes import BATCH, LENGTH, SIZE
 from graphplan.capture.sizes.dynamic_sizes import UNBOUNDED, largest_sizes, with_data_sizes
 from graphplan.errors import InputError, LimitError
 
-_STEP = 8  # tokens: the least by which a plan exceeds a growing text if memory is short
-_LEAST = 64  # tokens: the least for which a plan is made while a text grows
+_MIN_GROWTH = 8  # tokens by which a plan at least exceeds a growing text if memory is short
+_MIN_LENGTH = 64  # tokens for which a plan is at least made while a text grows
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,32 +46,32 @@ class SizeLimits:
         """Whether there is a limit."""
         return self.max_batch is not None or self.max_length is not None
 
-    def largest(self, role: str, here: int, ahead: float) -> int:
+    def largest(self, role: str, size: int, ahead: float) -> int:
         """Return the size for which a plan is made.
 
         Args:
             role: a role as in :data:`graphplan.capture.sizes.dynamic_axes.Roles`.
-            here: the size in the call.
+            size: the size in the call.
             ahead: how far to plan ahead: 1 for the next power of two, which for a length is always above
-                ``here``; less for this fraction of ``here`` more; 0 for ``here`` itself.
+                ``size``; less for this fraction of ``size`` more; 0 for ``size`` itself.
 
         Raises:
             LimitError: the call is larger than the caller's limit.
         """
         limit = {BATCH: self.max_batch, LENGTH: self.max_length}.get(role)
         if limit is not None:
-            if here > limit:
-                name, what = ("max_batch", "sequences") if role == BATCH else ("max_length", "tokens")
+            if size > limit:
+                name, unit = ("max_batch", "sequences") if role == BATCH else ("max_length", "tokens")
                 raise LimitError(
-                    f"a call of {here} {what} exceeds {name}={limit}, for which memory was planned: "
+                    f"a call of {size} {unit} exceeds {name}={limit}, for which memory was planned: "
                     f"partition the model with a larger {name}"
                 )
             return limit
-        if not ahead or here < 1:
-            return here
+        if not ahead or size < 1:
+            return size
         if ahead < 1:
-            return here + max(int(here * ahead), _STEP if role == LENGTH else 1)
-        return max(_LEAST, 1 << here.bit_length()) if role == LENGTH else 1 << (here - 1).bit_length()
+            return size + max(int(size * ahead), _MIN_GROWTH if role == LENGTH else 1)
+        return max(_MIN_LENGTH, 1 << size.bit_length()) if role == LENGTH else 1 << (size - 1).bit_length()
 
 
 def bounded(
@@ -89,27 +89,28 @@ def bounded(
         return replace(capture, sizes=with_data_sizes(capture.graph, capture.sizes))
     sizes = _sizes(capture, call)
     longest = size_limits.largest(LENGTH, sizes.longest, ahead)
-    beyond = ahead if grows else 0.0
-    most = size_limits.largest(BATCH, sizes.batch, beyond)
+    batch_ahead = ahead if grows else 0.0
+    batch = size_limits.largest(BATCH, sizes.batch, batch_ahead)
     leaves = []
     for index, (leaf, roles) in enumerate(zip(capture.signature.leaves, capture.roles, strict=True)):
         current = {axis: _size(call.leaves[index], axis) for axis in roles}
-        own = max((current[axis] for axis, role in roles.items() if role == LENGTH), default=1)
+        own_length = max((current[axis] for axis, role in roles.items() if role == LENGTH), default=1)
         length = longest
         if index in sizes.states:
             length = max(longest - sizes.new, 1)
         elif size_limits.max_length is None and not ahead:  # lengths may differ, as of encoder and decoder
-            length = own
+            length = own_length
         if index in sizes.encoded:  # max_length does not apply to these
-            length = max(length, own)
+            length = max(length, own_length)
         limits = {
-            axis: {BATCH: most, LENGTH: length}.get(role) or size_limits.largest(role, current[axis], beyond)
+            axis: {BATCH: batch, LENGTH: length}.get(role)
+            or size_limits.largest(role, current[axis], batch_ahead)
             for axis, role in roles.items()
         }
-        leaves.append(_within(leaf, limits))
+        leaves.append(_with_limits(leaf, limits))
     signature = replace(capture.signature, leaves=tuple(leaves))
     traced = [None if index is None else leaves[index] for index in capture.order]
-    growth = -(-most // sizes.batch) * -(-longest // sizes.longest)
+    growth = -(-batch // sizes.batch) * -(-longest // sizes.longest)
     bounds = {
         **capture.sizes,
         **largest_sizes(capture.graph, capture.inputs, _added(capture, call, growth)),
@@ -176,13 +177,13 @@ def _encoded(capture: Capture, call: BoundCall) -> frozenset[int]:
     names = capture.signature.names
     results = [i for i, name in enumerate(names) if name.startswith(_ENCODED) and capture.roles[i]]
     lengths = {_size(call.leaves[i], axis) for i in results for axis in _length_axes(capture, i)}
-    kept = [
+    states = [
         index
         for index in capture.states.values()
         if any(_size(call.leaves[index], axis) in lengths for axis in _length_axes(capture, index))
     ]
     masks = [names.index(_ENCODER_MASK)] if results and _ENCODER_MASK in names else []
-    return frozenset((*results, *masks, *kept))
+    return frozenset((*results, *masks, *states))
 
 
 def _length_axes(capture: Capture, index: int) -> list[int]:
@@ -199,7 +200,7 @@ def _size(leaf: Any, axis: int) -> int:
     return leaf if isinstance(leaf, int) else int(leaf.shape[axis])
 
 
-def _within(leaf: object, limits: Mapping[int, int]) -> object:
+def _with_limits(leaf: object, limits: Mapping[int, int]) -> object:
     """Return a signature's leaf with its ranges cut at the limits; ``limits`` is axis -> limit."""
     if isinstance(leaf, CounterLeaf):
         return replace(leaf, high=max(leaf.low, min(leaf.high, limits[0]))) if limits else leaf

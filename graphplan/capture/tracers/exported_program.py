@@ -73,7 +73,7 @@ def from_program(
     _refuse_transforms(program.graph)
     _write_numbers(program.graph)
     inputs, weights, constants = _read_inputs(program, model_copy)
-    _refuse_written(program, constants, model_copy)
+    _refuse_attribute_writes(program, constants, model_copy)
     _name_modules(program.graph, model_copy.entry.partition(":")[0])
     _flatten_outputs(program)
     values, states = values_of(program.graph), _cache_leaves(call.spec)
@@ -160,12 +160,12 @@ def _read_inputs(
             weights[node] = spec.target if weight is None else weight
             if is_transformed(tensor):
                 raise NoGraphError(
-                    "the trace contains a transform of torch.func, and takes its values for constants"
+                    "the trace contains a transform of torch.func, whose values would become constants"
                 )
             if weight is None and is_fake(tensor) and values[node].users:
                 raise NoGraphError(
                     f"forward makes a {type(tensor).__name__} from computed values: a tensor subclass, "
-                    "which the trace takes for a constant"
+                    "which the trace treats as a constant"
                 )
             if weight is None:
                 constants[spec.target] = tensor
@@ -177,7 +177,7 @@ def _read_inputs(
     return inputs, weights, constants
 
 
-def _refuse_written(
+def _refuse_attribute_writes(
     program: torch.export.ExportedProgram, constants: Mapping[str, torch.Tensor], model_copy: ModelCopy
 ) -> None:
     """Raise KeptStateError if the graph writes to a tensor attribute, of which it has only a copy.
@@ -186,7 +186,9 @@ def _refuse_written(
     """
     names = written_constants(program) & constants.keys()
     written = {_memory_key(constants[name]) for name in names if not model_copy.weights.sharing(name)}
-    for part, name, inner, tensor in plain_tensors(model_copy.module) if written else ():
+    if not written:
+        return
+    for part, name, inner, tensor in plain_tensors(model_copy.module):
         if _memory_key(tensor) in written:
             raise KeptStateError(nothing_from_before(f"{type(part).__name__}.{inner}", name, WRITTEN))
 
@@ -232,7 +234,7 @@ def leaf_spec(
     ranges: Mapping[Any, Any] = MappingProxyType({}),
     roles: Roles = MappingProxyType({}),
 ) -> Any:
-    """Return what a signature requires of a leaf.
+    """Return the requirements of a signature on a leaf.
 
     Args:
         leaf: the leaf in the example.

@@ -211,7 +211,7 @@ def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any
         names = list(model_copy.signature.parameters)
     if len(dynamic_shapes) > len(names):
         raise InputError(
-            f"dynamic_shapes has {len(dynamic_shapes)} entries, and forward takes {', '.join(names)}: give "
+            f"dynamic_shapes has {len(dynamic_shapes)} entries, but forward takes {', '.join(names)}: give "
             "one for each argument, or a dict of names"
         )
     shapes = dict(zip(names, dynamic_shapes, strict=False))

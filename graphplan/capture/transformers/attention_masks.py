@@ -82,15 +82,15 @@ class _MaskInputs:
         if self.q_length == 1 or self.kv_length == self.q_length:
             padding = self._padding()
             unpadded = True if padding is None else padding.all()
-            return _both(unpadded, None if self.packed is None else (self.packed[:, -1] == 0).all())
+            return _logical_and(unpadded, None if self.packed is None else (self.packed[:, -1] == 0).all())
         starts = self.q_offset == 0  # a tensor for a static cache
         if starts is False or self.packed is not None:
             return False
         padding = self._padding()
         if padding is None:
             return starts
-        ends = _both(padding[:, : self.q_length].all(), (~padding[:, self.q_length :]).all())
-        return _both(ends, starts if isinstance(starts, torch.Tensor) else None)
+        ends = _logical_and(padding[:, : self.q_length].all(), (~padding[:, self.q_length :]).all())
+        return _logical_and(ends, starts if isinstance(starts, torch.Tensor) else None)
 
     @property
     def is_needless(self) -> bool:
@@ -107,7 +107,7 @@ class _MaskInputs:
         return self.padding[:, torch.arange(self.kv_length, device=self.padding.device) + self.kv_offset]
 
 
-def _both(a: Any, b: torch.Tensor | None) -> Any:
+def _logical_and(a: Any, b: torch.Tensor | None) -> Any:
     if b is None:
         return a
     return b if a is True else a & b

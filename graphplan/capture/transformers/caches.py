@@ -35,7 +35,7 @@ from graphplan.capture.structure import (
     flatten,
     leaves_of,
     map_leaves,
-    reached,
+    reachable,
     register_containers,
     register_node,
     register_with_torch,
@@ -115,7 +115,7 @@ def register_caches(module: nn.Module) -> None:
 def transformers_caches() -> tuple[type[Any], ...]:
     """Return transformers' ``Cache`` and its subclasses; none if transformers was not imported."""
     cache: Any = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
-    return () if cache is None else tuple(reached([cache], type.__subclasses__))
+    return () if cache is None else tuple(reachable([cache], type.__subclasses__))
 
 
 def _own_caches(classes: Iterable[type]) -> Iterator[type]:

@@ -448,7 +448,7 @@ def test_gradients_flow_through_copied_buffers(kind: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"grad": True}, {"train": True, "optimizer": torch.optim.SGD}])
-def test_a_history_that_ends_in_the_call_is_traced(options: dict[str, Any]) -> None:
+def test_gradient_history_ending_in_the_call_is_traced(options: dict[str, Any]) -> None:
     model = Ends()
     eager = copy.deepcopy(model)
     placed = graphplan.partition(model, {"cpu": "16MiB"}, (X,), strict=True, **options)
@@ -487,7 +487,7 @@ def test_buffers_of_changing_shape_run_module_by_module(kind: str) -> None:
             same(placed, eager)
 
 
-def test_a_trace_that_fails_leaves_buffers_as_they_were() -> None:
+def test_failed_trace_restores_buffers() -> None:
     model = Keeps()
     with pytest.raises(graphplan.NoGraphError, match=r"Keeps\.last is None and is assigned float32\[8\]"):
         graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
@@ -510,7 +510,7 @@ def test_assigned_attributes_read_next_run_module_by_module(model: type[nn.Modul
 @pytest.mark.filterwarnings("ignore:the plan counts data-dependent sizes")
 @pytest.mark.parametrize("model", [Shows, Lazy, Table, Counts, Finds])
 @torch.no_grad()
-def test_attributes_that_no_later_call_depends_on_are_traced(model: type[nn.Module]) -> None:
+def test_attributes_unused_by_later_calls_are_traced(model: type[nn.Module]) -> None:
     made = model()
     eager = copy.deepcopy(made)
     placed = graphplan.partition(made, {"cpu": "1MiB"}, (X,), strict=True)
@@ -809,7 +809,7 @@ class Writes(nn.Module):
 
 
 @torch.no_grad()
-def test_weights_over_one_memory_are_all_as_before() -> None:
+def test_trial_restores_weights_sharing_memory() -> None:
     flat = torch.arange(8.0)
     model = nn.ParameterList([nn.Parameter(flat[:4]), nn.Parameter(flat[4:])])
     read = nn.Parameter(torch.ones(4))
@@ -822,7 +822,7 @@ def test_weights_over_one_memory_are_all_as_before() -> None:
 
 @pytest.mark.parametrize("kind", WRITES)
 @torch.no_grad()
-def test_weights_are_as_before_a_trial(kind: str) -> None:
+def test_trial_restores_weights(kind: str) -> None:
     model = Writes(kind)
     eager = copy.deepcopy(model)
     with pytest.warns(graphplan.GraphplanWarning, match=r"data-dependent|assigns the \.data"):
@@ -899,7 +899,7 @@ class DecidingSums(Sums):
 
 @pytest.mark.parametrize(("kind", "first"), in_turn(SUMS, [False, True]))
 @torch.no_grad()
-def test_tensors_that_a_trial_writes_to_are_as_before(kind: str, first: bool) -> None:
+def test_trial_restores_written_tensors(kind: str, first: bool) -> None:
     model = DecidingSums(kind)
     eager = copy.deepcopy(model)
     with warnings.catch_warnings():
@@ -914,7 +914,7 @@ def test_tensors_that_a_trial_writes_to_are_as_before(kind: str, first: bool) ->
 
 
 @torch.no_grad()
-def test_an_expanded_tensor_is_as_before_a_trial() -> None:
+def test_trial_restores_expanded_tensors() -> None:
     base = torch.ones(8, 1)
     model = nn.Identity()
     model.kept = {"wide": base.expand(8, 4)}
@@ -1234,7 +1234,7 @@ def test_assigned_sparse_buffer_raises() -> None:
         graphplan.partition(Sparse(), {"cpu": "1MiB"}, (X[:, :4],))
 
 
-def test_a_table_whose_entry_has_another_name_is_restored() -> None:
+def test_renamed_table_entry_is_restored() -> None:
     value = object()
     table = {"first": value}
     with restored([table]):

@@ -166,7 +166,7 @@ def _nothing_kept() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: str(getattr(way, "__qualname__", way)))
-def test_the_callers_model_finds_no_tensors_of_a_trace(way: Callable[[int], torch.Tensor]) -> None:
+def test_callers_model_finds_no_traced_tensors(way: Callable[[int], torch.Tensor]) -> None:
     model, before = Added(way), dict(TABLE)
     placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
     assert dict(TABLE) == before

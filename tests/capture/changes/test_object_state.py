@@ -183,7 +183,7 @@ def test_state_unused_by_later_calls_is_traced(kind: str, shared: bool) -> None:
     same_calls(placed, model)
 
 
-def test_attributes_of_objects_are_put_back() -> None:
+def test_attributes_of_objects_are_restored() -> None:
     model = nn.Sequential(With("inside_another", counter()), With("rows_of_a_list", [Rows()]))
     before = attributes_of(model)
     model(X)

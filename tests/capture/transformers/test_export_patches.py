@@ -86,7 +86,7 @@ class Normed(nn.Module):
         return y
 
 
-def test_a_stand_in_that_leaves_out_weights_is_refused() -> None:
+def test_replacement_code_omitting_weights_raises() -> None:
     model = nn.Sequential(Normed(), Normed())
     own = forwards_of(model)
     stand_in = {**own, Normed: lambda self, x: self.linear(x)}
