@@ -266,11 +266,11 @@ class Arrays:
 
     def _least_held(self, name: str) -> int:
         """Return the least bytes that a device holds where a value is read: its storage, or a base's copy."""
-        values, least = self.graph.values, self.graph.values[name].copy_bytes
+        values, smallest = self.graph.values, self.graph.values[name].copy_bytes
         while (base := values[name].alias_of) is not None and base in values:
             name = base
-            least = min(least, values[name].copy_bytes)
-        return least if name in self.graph.inputs else min(least, values[name].nbytes)
+            smallest = min(smallest, values[name].copy_bytes)
+        return smallest if name in self.graph.inputs else min(smallest, values[name].nbytes)
 
     @cached_property
     def working_sets(self) -> Floats:

@@ -335,8 +335,8 @@ def is_searched(problem: Problem, evaluation: Evaluation) -> bool:
     busy = {now.operations[name] for name, operation in graph.operations.items() if not operation.host_only}
     for name in graph.weights:
         readers = graph.readers.get(name, ())
-        own = len({graph.group_of.get(reader, reader) for reader in readers}) == 1
-        homes = {now.operations[reader] for reader in readers} if own else busy
+        is_own = len({graph.group_of.get(reader, reader) for reader in readers}) == 1
+        homes = {now.operations[reader] for reader in readers} if is_own else busy
         others = {problem.topology.cpu, DISK, problem.fixed_weights.get(name)}
         if readers and now.weights[name] not in homes | others:
             return False

@@ -110,7 +110,7 @@ class _Program:
     def _group(self, window: Ints) -> list[_Class]:
         arrays, frontier = self.arrays, self.frontier
         shared: dict[int, list[int]] = defaultdict(list)
-        read = np.array([sum(map(arrays.slot_bytes, own)) for own in frontier.unit_weights], dtype=float)
+        read = np.array([sum(map(arrays.slot_bytes, items)) for items in frontier.unit_weights], dtype=float)
         for item in range(arrays.values, len(arrays.names)):
             for unit in frontier.readers.get(item, ()):
                 if item in arrays.large_shared:
@@ -118,10 +118,10 @@ class _Program:
                 if item in frontier.shared or arrays.fixed[item] >= 0:
                     read[unit] += arrays.slot_bytes(item)
         groups: dict[tuple[_Class, Hashable, Hashable], list[int]] = defaultdict(list)
-        for unit, own in enumerate(frontier.unit_weights):
-            streamed = Counter(self._both_sizes(i) for i in own if frontier.is_streamable(i))
+        for unit, items in enumerate(frontier.unit_weights):
+            streamed = Counter(self._both_sizes(i) for i in items if frontier.is_streamable(i))
             sizes = tuple((*both, times) for both, times in sorted(streamed.items()))
-            nbytes = arrays.stored_bytes(own)
+            nbytes = arrays.stored_bytes(items)
             empty_class = _Class(
                 units=(),
                 window=int(window[unit]),
@@ -132,7 +132,7 @@ class _Program:
             )
             columns = (frontier.clock, frontier.fixed_queue, self.needs)
             costs = tuple(column[:, unit].tobytes() for column in columns)
-            groups[empty_class, costs, tuple(sorted(map(self._both_sizes, own)))].append(unit)
+            groups[empty_class, costs, tuple(sorted(map(self._both_sizes, items)))].append(unit)
         return [replace(empty_class, units=tuple(units)) for (empty_class, *_), units in groups.items()]
 
     def _both_sizes(self, item: int) -> tuple[float, float]:
@@ -144,7 +144,7 @@ class _Program:
         members, arrays = self.arrays.units, self.arrays
         first, last = np.array([unit[0] for unit in members]), np.array([unit[-1] for unit in members])
         large = [unit for item in arrays.large_shared for unit in arrays.readers[item]]
-        streamed = np.flatnonzero([bool(own) for own in self.frontier.unit_weights])
+        streamed = np.flatnonzero([bool(items) for items in self.frontier.unit_weights])
         marks = np.sort(first[streamed]) if len(streamed) else np.sort(first)
         cuts = [window[0] for window in np.array_split(marks, count) if len(window)]
         starts = np.unique(np.concatenate([cuts, first[large], last[large] + 1]))

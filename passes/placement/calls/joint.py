@@ -66,9 +66,9 @@ class Call:
 
     def on(self, topology: Topology) -> Call:
         """Return the pass with another topology; prefetch limits grow by as much as the devices' room."""
-        before = self.problem.topology
+        current = self.problem.topology
         growth = {
-            key: limit + topology[key].room - before[key].room
+            key: limit + topology[key].room - current[key].room
             for key, limit in self.problem.prefetch_limits.items()
         }
         return replace(self, problem=replace(self.problem, topology=topology, prefetch_limits=growth))
@@ -221,7 +221,10 @@ def _with_room(problem: Problem, alone: Evaluation, others: Sequence[Evaluation]
     """Return the problem with budgets that leave room for the larger activations of other passes."""
     memory = {}
     for spec in problem.topology.devices:
-        needs = [one.peak(spec.key).nbytes - one.peak(spec.key).weights for one in (alone, *others)]
+        needs = [
+            evaluation.peak(spec.key).nbytes - evaluation.peak(spec.key).weights
+            for evaluation in (alone, *others)
+        ]
         more = max(needs) - needs[0] if spec.is_accelerator else 0
         memory[spec.key] = max(0, spec.memory - more)
     return replace(problem, topology=problem.topology.with_memory(memory))
@@ -280,6 +283,7 @@ def _probe_jointly(calls: Sequence[Call], problem: Problem, effort: Effort) -> E
     if joint is None:
         return None
     peaks = {
-        key: max((one.peak(key) for one in joint), key=lambda p: p.nbytes) for key in problem.topology.keys
+        key: max((evaluation.peak(key) for evaluation in joint), key=lambda p: p.nbytes)
+        for key in problem.topology.keys
     }
     return replace(joint[0], highest=peaks)

@@ -259,12 +259,14 @@ class StreamedSearch:
         """
         arrays, frontier = self.arrays, self.guide
         units = np.unique(arrays.unit_of[devices == device])
-        own = [item for unit in units[units >= 0].tolist() for item in frontier.movable(unit)]
-        own = [i for i in own if devices[arrays.source[i]] == device and arrays.nbytes[i] <= slot_bytes]
-        filling = [i for i in own if arrays.nbytes[i] * PARAMS.slot_ratio > slot_bytes]
+        own_weights = [item for unit in units[units >= 0].tolist() for item in frontier.movable(unit)]
+        own_weights = [
+            i for i in own_weights if devices[arrays.source[i]] == device and arrays.nbytes[i] <= slot_bytes
+        ]
+        filling = [i for i in own_weights if arrays.nbytes[i] * PARAMS.slot_ratio > slot_bytes]
         if np.isfinite(slot_bytes) and arrays.stored_bytes(filling) >= nbytes + 2.0 * slot_bytes:
-            own = filling
-        total, chosen = arrays.stored_bytes(own), list[int]()
+            own_weights = filling
+        total, chosen = arrays.stored_bytes(own_weights), list[int]()
         if nbytes > total:  # own weights are not enough: stream shared ones too
             for item in arrays.shared:
                 read_here = any(devices[arrays.units[unit][0]] == device for unit in arrays.readers[item])
@@ -272,9 +274,9 @@ class StreamedSearch:
                     chosen.append(item)
         if not total:
             return chosen
-        wanted = min(total, nbytes + 2.0 * float(arrays.nbytes[own].max()))
+        wanted = min(total, nbytes + 2.0 * float(arrays.nbytes[own_weights].max()))
         quota = 0.0
-        for item in own:
+        for item in own_weights:
             size = arrays.stored_bytes([item])
             quota += wanted / total * size
             if quota >= size * (1 - ROUNDING):
@@ -282,7 +284,7 @@ class StreamedSearch:
                 chosen.append(item)
         # whole weights fall short of the wanted bytes: stream one more
         if quota > ROUNDING * wanted:
-            others = sorted(set(own) - set(chosen), key=arrays.nbytes.__getitem__)
+            others = sorted(set(own_weights) - set(chosen), key=arrays.nbytes.__getitem__)
             chosen += ([item for item in others if arrays.stored_bytes([item]) >= quota] or others[-1:])[:1]
         return chosen
 

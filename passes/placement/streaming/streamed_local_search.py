@@ -71,10 +71,10 @@ class _Climb:
         assert self.frontier.cpu is not None
         self.cpu = arrays.keys[self.frontier.cpu]
         names, streamable = arrays.names, self.frontier.is_streamable
-        self.own_weights = [[names[i] for i in own] for own in self.frontier.unit_weights]
-        self.movable = [[names[i] for i in own if streamable(i)] for own in self.frontier.unit_weights]
+        self.own_weights = [[names[i] for i in items] for items in self.frontier.unit_weights]
+        self.movable = [[names[i] for i in items if streamable(i)] for items in self.frontier.unit_weights]
         self.streamable: dict[str, Sequence[int]] = {
-            name: (unit,) for unit, own in enumerate(self.movable) for name in own
+            name: (unit,) for unit, weights in enumerate(self.movable) for name in weights
         }
         self.streamable |= {names[i]: self.frontier.readers[i] for i in self.frontier.shared if streamable(i)}
         self.members = [[arrays.operations[i].name for i in unit] for unit in arrays.units]
