@@ -34,9 +34,9 @@ MIXED = {0: Speed(1e12, 5e11), 1: Speed(4e11, 2e11), 2: Speed(2e11, 1e11)}
 SLOW_CPU, FAST_CPU = Speed(5e10, 2e10), Speed(5e12, 5e11)
 
 
-def draw_graph(draw: random.Random, *, ties: bool, least: int = 10, most: int = 12) -> Graph:
+def draw_graph(draw: random.Random, *, ties: bool, low: int = 10, high: int = 12) -> Graph:
     """Operations with skips, most with a weight: their own, or one of a few."""
-    count = draw.randint(least, most)
+    count = draw.randint(low, high)
     weights = [Weight(f"w{i}", draw.randint(1, 12) * 4096) for i in range(count)]
     values, operations = [Value("x", 512, 512)], []
     for i in range(count):
@@ -88,8 +88,8 @@ def offloads(solution: Solution) -> bool:
 @pytest.mark.parametrize("kind", SHARES)
 @pytest.mark.parametrize("seed", range(8))
 def test_both_exhaustive_searches_agree(seed: int, kind: str) -> None:
-    most = 4 if kind == "two and the CPU" else 6
-    problem = draw_problem(seed, kind, ties=seed % 2 == 0, least=3, most=most)
+    high = 4 if kind == "two and the CPU" else 6
+    problem = draw_problem(seed, kind, ties=seed % 2 == 0, low=3, high=high)
     found = better(problem, np.inf, offload=False, anywhere=False)
     if found is None and CPU in problem.topology:
         found = better(problem, np.inf, offload=True, anywhere=False)

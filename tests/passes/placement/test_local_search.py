@@ -49,14 +49,14 @@ def assert_consistent(search: LocalSearch) -> None:
         assert len({*search.devices[members].tolist()}) == 1
 
 
-def shares_of(problems: int, least: int) -> pytest.MarkDecorator:
+def shares_of(problems: int, minimum: int) -> pytest.MarkDecorator:
     """So many problems, of which at least so many show something; a third of both in the quick suite."""
-    whole = pytest.param(problems, least, marks=pytest.mark.slow)
-    return pytest.mark.parametrize(("problems", "least"), [(-(-problems // 3), least // 3), whole])
+    whole = pytest.param(problems, minimum, marks=pytest.mark.slow)
+    return pytest.mark.parametrize(("problems", "minimum"), [(-(-problems // 3), minimum // 3), whole])
 
 
 @shares_of(120, 200)
-def test_move_seconds_are_exact(problems: int, least: int) -> None:
+def test_move_seconds_are_exact(problems: int, minimum: int) -> None:
     compared = 0
     for arrays, devices, chosen in starts(problems):
         search, draw = LocalSearch(arrays, devices, ample(), chosen), random.Random(compared)
@@ -72,11 +72,11 @@ def test_move_seconds_are_exact(problems: int, least: int) -> None:
                 change, abs=1e-9 * search.seconds
             )
             compared += 1
-    assert compared >= least
+    assert compared >= minimum
 
 
 @shares_of(120, 200)
-def test_moves_without_room_for_their_weights_are_not_priced(problems: int, least: int) -> None:
+def test_moves_without_room_for_their_weights_are_not_priced(problems: int, minimum: int) -> None:
     """Each move that is left out for that exceeds a budget."""
     unplaced = 0
     for arrays, devices, chosen in starts(problems, fits=True):
@@ -88,13 +88,13 @@ def test_moves_without_room_for_their_weights_are_not_priced(problems: int, leas
             trial[search._operations_to_move(move)] = move.device
             assert not arrays.fits(trial, chosen)
             unplaced += 1
-    assert unplaced >= least
+    assert unplaced >= minimum
 
 
 @shares_of(100, 40)
 @pytest.mark.parametrize(("exchanges", "share"), [(False, 0.25), (True, 0.1)])
 def test_climbs_and_exchanges_keep_budgets_and_never_slow_down(
-    exchanges: bool, share: float, problems: int, least: int
+    exchanges: bool, share: float, problems: int, minimum: int
 ) -> None:
     count, faster = 0, 0
     for arrays, devices, chosen in starts(problems, fits=True):
@@ -111,7 +111,7 @@ def test_climbs_and_exchanges_keep_budgets_and_never_slow_down(
         assert_consistent(search)
         count += 1
         faster += search.seconds < before * (1 - 1e-6)
-    assert count >= least
+    assert count >= minimum
     assert faster >= share * count
 
 
@@ -159,7 +159,7 @@ def test_unet_ends_share_a_device() -> None:
 
 
 @shares_of(170, 40)
-def test_repair_reports_whether_budgets_are_kept(problems: int, least: int) -> None:
+def test_repair_reports_whether_budgets_are_kept(problems: int, minimum: int) -> None:
     repaired, tried = 0, 0
     for arrays, devices, chosen in starts(problems, fits=False):
         search = LocalSearch(arrays, devices, ample(), chosen)
@@ -171,7 +171,7 @@ def test_repair_reports_whether_budgets_are_kept(problems: int, least: int) -> N
         assert_consistent(search)
         tried += bool(before)
         repaired += done and bool(before)
-    assert tried >= least
+    assert tried >= minimum
     assert repaired >= tried / 4
 
 
@@ -200,20 +200,20 @@ def test_repair_places_weight_on_device_without_readers() -> None:
 
 
 @shares_of(100, 40)
-def test_balancing_keeps_the_limit_and_leaves_more_room(problems: int, least: int) -> None:
+def test_balancing_keeps_the_limit_and_leaves_more_room(problems: int, minimum: int) -> None:
     count, roomier = 0, 0
     for arrays, devices, chosen in starts(problems, fits=True):
         search = LocalSearch(arrays, devices, ample(), chosen)
-        before, most = search.fullness, search.seconds * 1.05
-        search.balance(most)
-        assert search.seconds <= most * (1 + 1e-12)
+        before, max_seconds = search.fullness, search.seconds * 1.05
+        search.balance(max_seconds)
+        assert search.seconds <= max_seconds * (1 + 1e-12)
         assert search.fullness <= before
         assert arrays.fits(search.devices, search.chosen)
         assert_consistent(search)
         count += 1
         roomier += search.fullness < before
-    assert count >= least
-    assert roomier >= least // 6
+    assert count >= minimum
+    assert roomier >= minimum // 6
 
 
 def test_balancing_moves_layers_to_the_emptier_card() -> None:

@@ -22,10 +22,10 @@ KINDS = {
 }
 
 
-def random_graph(seed: int, most: int) -> Graph:
+def random_graph(seed: int, max_operations: int) -> Graph:
     """A few operations with skips, and weights of which some are tied."""
     draw = random.Random(seed)
-    count = draw.randint(2, most)
+    count = draw.randint(2, max_operations)
     weights = [Weight(f"w{i}", draw.randint(1, 12) * 4096) for i in range(draw.randint(1, count))]
     values, operations = [Value("x", 512, 512)], []
     for i in range(count):

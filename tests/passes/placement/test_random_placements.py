@@ -252,19 +252,19 @@ def by_brute_force(problem: Problem) -> Solution:
     return Solution(best, Bound(best.seconds, "every placement"))
 
 
-@pytest.mark.parametrize(("seeds", "least"), [(12, 3), pytest.param(40, 10, marks=pytest.mark.slow)])
-def test_checks_accept_exhaustive_optimum(seeds: int, least: int) -> None:
+@pytest.mark.parametrize(("seeds", "minimum"), [(12, 3), pytest.param(40, 10, marks=pytest.mark.slow)])
+def test_checks_accept_exhaustive_optimum(seeds: int, minimum: int) -> None:
     placed, effort = 0, Effort(placements=300, restricted=3, place_twice=True)
     for seed in range(seeds):
         problem = random_instance(seed, TINY).problem
         if Space(problem, alone=False).count <= effort.placements:
             assert not violations(problem, by_brute_force, seed, effort)
             placed += 1
-    assert placed > least
+    assert placed > minimum
 
 
-@pytest.mark.parametrize(("seeds", "least"), [(20, 3), pytest.param(40, 6, marks=pytest.mark.slow)])
-def test_checks_detect_wrong_plans_and_bounds(seeds: int, least: int) -> None:
+@pytest.mark.parametrize(("seeds", "minimum"), [(20, 3), pytest.param(40, 6, marks=pytest.mark.slow)])
+def test_checks_detect_wrong_plans_and_bounds(seeds: int, minimum: int) -> None:
     """Arbitrary plans that claim to be optimal, bounds that are slightly too high, refusals."""
 
     def blind(problem: Problem) -> Solution:
@@ -292,13 +292,13 @@ def test_checks_detect_wrong_plans_and_bounds(seeds: int, least: int) -> None:
         for planner in (blind, high, refusing):
             wrong = violations(problem, planner, seed, effort)
             kinds[planner.__name__] += bool(wrong)
-    assert kinds["placed"] > least
+    assert kinds["placed"] > minimum
     assert kinds["high"] == kinds["refusing"] == kinds["placed"]
-    assert kinds["blind"] > least // 3
+    assert kinds["blind"] > minimum // 3
 
 
-@pytest.mark.parametrize(("seeds", "least"), [(12, 3), pytest.param(40, 10, marks=pytest.mark.slow)])
-def test_two_exhaustive_searches_agree(seeds: int, least: int) -> None:
+@pytest.mark.parametrize(("seeds", "minimum"), [(12, 3), pytest.param(40, 10, marks=pytest.mark.slow)])
+def test_two_exhaustive_searches_agree(seeds: int, minimum: int) -> None:
     plain = Parameters((2, 6), cards=2, weights=1, special=0, grouped=0, pinned=0, kept=0)
     compared = 0
     for seed in range(seeds):
@@ -316,7 +316,7 @@ def test_two_exhaustive_searches_agree(seeds: int, least: int) -> None:
             if found is not None and expected is not None:
                 assert found.seconds == pytest.approx(expected.seconds, rel=1e-9)
                 compared += 1
-    assert compared > least
+    assert compared > minimum
 
 
 def test_problems_depend_only_on_their_seeds() -> None:

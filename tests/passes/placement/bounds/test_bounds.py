@@ -54,14 +54,16 @@ def quick(first: int) -> list[Any]:
     ]
 
 
-def problem_of(seed: int, kind: str, most: int) -> tuple[Problem, Evaluation]:
+def problem_of(seed: int, kind: str, max_operations: int) -> tuple[Problem, Evaluation]:
     """A small problem with its best placement: the first from this seed on that has any."""
-    return next(made for number in itertools.count(seed, 1000) if (made := draw_problem(number, kind, most)))
+    return next(
+        made for number in itertools.count(seed, 1000) if (made := draw_problem(number, kind, max_operations))
+    )
 
 
-def draw_problem(seed: int, kind: str, most: int) -> tuple[Problem, Evaluation] | None:
+def draw_problem(seed: int, kind: str, max_operations: int) -> tuple[Problem, Evaluation] | None:
     """On mixed devices every second time; None where nothing fits."""
-    drawn = random_graph(seed, most)
+    drawn = random_graph(seed, max_operations)
     read = [weight for name, weight in drawn.weights.items() if drawn.consumers.get(name)]
     graph = Graph(drawn.operations.values(), drawn.values.values(), read, drawn.inputs, drawn.outputs)
     links = {(0, 1): Link(2e9, 1e-5), (1, 0): Link(2e9, 1e-5)} if "two" in kind and seed % 3 == 0 else None

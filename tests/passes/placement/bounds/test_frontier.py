@@ -35,8 +35,8 @@ def without_budgets(arrays: Arrays, states: int = 10**6) -> float:
         return shortest(frontier, make_stages(frontier, ample()))
 
 
-@pytest.mark.parametrize(("seeds", "least"), [(40, 20), pytest.param(120, 60, marks=pytest.mark.slow)])
-def test_the_shortest_path_is_the_best_placement_without_budgets(seeds: int, least: int) -> None:
+@pytest.mark.parametrize(("seeds", "minimum"), [(40, 20), pytest.param(120, 60, marks=pytest.mark.slow)])
+def test_the_shortest_path_is_the_best_placement_without_budgets(seeds: int, minimum: int) -> None:
     compared = 0
     for arrays in resident_problems(TINY, seeds):
         found, best = without_budgets(arrays), best_of_all(arrays, budgets=False)
@@ -45,7 +45,7 @@ def test_the_shortest_path_is_the_best_placement_without_budgets(seeds: int, lea
             continue
         assert found == pytest.approx(best, rel=1e-9)
         compared += 1
-    assert compared >= least
+    assert compared >= minimum
 
 
 def returns_weights(arrays: Arrays) -> bool:
