@@ -80,7 +80,7 @@ def stages(recipe: Model, devices: int) -> dict[str, Any]:
     compiler = Compiler(model_copy, topology, Options())
     call = model_copy.bind((), inputs)
     timed(seconds, "capture", lambda: compiler.captures.traced(call))
-    timed(seconds, "annotate", lambda: compiler.pose(call))
+    timed(seconds, "annotate", lambda: compiler.problem_of(call))
     planned = timed(seconds, "place", lambda: compiler.plan(call))
     return {"operations": len(planned.plan.graph.operations), "gap": planned.plan.gap, "seconds": seconds}
 

@@ -120,8 +120,8 @@ class RelocationAnalysis:
         plan, spec = self.plan, self.plan.topology[key]
         if not spec.computes:
             return Alternative(key, here=False, possible=False, obstacle=f"{key!r} runs no operations")
-        if self._is_here(key):
-            return self._here(key)
+        if self._is_on(key):
+            return self._unchanged(key)
         outcomes = [self._evaluate(key, home, moves=moves) for moves, home in self._modes(key)]
         best = min(outcomes, key=lambda o: (sum(o.excess.values()), o.seconds))
         slower = best.seconds - plan.weighted_makespan
@@ -143,7 +143,7 @@ class RelocationAnalysis:
             obstacle=obstacle or _compared(slower, offloads=self._offloads(key, best)),
         )
 
-    def _is_here(self, key: DeviceKey) -> bool:
+    def _is_on(self, key: DeviceKey) -> bool:
         assignment = self.plan.schedule.assignment
         if self.kind == "weight":
             return assignment.weights[self.owned[0]] == key
@@ -152,7 +152,7 @@ class RelocationAnalysis:
             return all(assignment.weights[name] == key for name in self.owned)
         return all(assignment.operations[op] == key for op in working)
 
-    def _here(self, key: DeviceKey) -> Alternative:
+    def _unchanged(self, key: DeviceKey) -> Alternative:
         plan = self.plan
         return Alternative(
             key,

@@ -86,7 +86,7 @@ class Placer:
         homes: weight -> device key where it resides already; None before the first plan.
         known_plan: the plan that decided ``homes``.
         hooked_plan: the plan of a model that hooks run, whose memory is left free; None for other models.
-        beside_hooks: whether hooks run the calls that have no graph, for which NoGraphError is raised.
+        hooks_run_untraced: whether hooks run the calls that have no graph, for which NoGraphError is raised.
     """
 
     topology: Topology
@@ -101,7 +101,7 @@ class Placer:
     homes: Mapping[str, DeviceKey] | None = None
     known_plan: PlanData | None = None
     hooked_plan: Plan | None = None
-    beside_hooks: bool = False
+    hooks_run_untraced: bool = False
 
     def __call__(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
@@ -154,7 +154,7 @@ class Placer:
 
     def _must_raise(self, error: NoGraphError) -> bool:
         """Whether the caller of this placer handles a call without a graph."""
-        return self.strict or self.beside_hooks or isinstance(error, RunAsItIs | UntracedMethodError)
+        return self.strict or self.hooks_run_untraced or isinstance(error, RunAsItIs | UntracedMethodError)
 
     def place_together(
         self, model: nn.Module, model_copy: ModelCopy, find: Callable[[Compiler], Sequence[WeightedCall]]
@@ -184,18 +184,23 @@ class Placer:
         """Return the model run by hooks, with memory for the call with the largest inputs."""
         largest = max(calls, key=lambda call: sum(map(tensor_bytes, call.tensors)))
         # results that differ from eager's, or state that calls keep, rule out later traces too
-        retry = None if self.check or isinstance(failed, KeptStateError) else self._beside_hooks
+        retry = None if self.check or isinstance(failed, KeptStateError) else self._placer_with_hooks
         placed = fall_back(
             model, model_copy, largest, self.topology, self.options, self.source, failed, retry
         )
         placed = self._checked(model, placed, calls)
         return placed if self.install is copy_to_run else in_place_of(model, placed)
 
-    def _beside_hooks(self, plan: Plan) -> Placer:
+    def _placer_with_hooks(self, plan: Plan) -> Placer:
         """Return the placer for later calls, with the weights where the plan of the hooks has them."""
         homes = plan.schedule.assignment.weights
         return Placer(
-            self.topology, self.options, homes=homes, known_plan=plan, hooked_plan=plan, beside_hooks=True
+            self.topology,
+            self.options,
+            homes=homes,
+            known_plan=plan,
+            hooked_plan=plan,
+            hooks_run_untraced=True,
         )
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:

@@ -134,5 +134,5 @@ class RankStage:
             return compiler.plan(cut.example(values=values)).plan
 
         limits = Limits.within(compiler.options.time_limit)
-        step_plan = plan_step(plan_withholding, flight.kept(self.after) - 1, shared, limits)
+        step_plan = plan_step(plan_withholding, flight.kept_microbatches(self.after) - 1, shared, limits)
         compiler.topology = withholding(machine, step_plan.withheld)

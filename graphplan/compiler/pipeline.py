@@ -206,7 +206,7 @@ class Compiler:
             self.commit(plan)
         return plans
 
-    def pose(self, call: BoundCall) -> Problem:
+    def problem_of(self, call: BoundCall) -> Problem:
         """Return the problem that a plan of a call has to solve, with weights where earlier plans put them.
 
         Raises:

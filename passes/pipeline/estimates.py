@@ -117,7 +117,7 @@ class Estimates:
         A training step may save less, by an amount that is not estimated: so there a stage is excluded only
         if it, or one no larger, did not fit with as few microbatches.
         """
-        saved = self.flight.kept(later_stages)
+        saved = self.flight.kept_microbatches(later_stages)
         if self.flight.train:
             fitting = np.ones((len(self.cuts), len(self.cuts)), dtype=bool)
             for refused_class, start, end, refused_saved in self.refused:

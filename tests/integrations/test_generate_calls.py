@@ -262,14 +262,14 @@ def test_models_without_generate_are_not_rehearsed() -> None:
 
 @pytest.mark.slow
 def test_unplannable_call_keeps_the_other_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    pose = Compiler.pose
+    pose = Compiler.problem_of
 
     def refuse(compiler: Compiler, asked: BoundCall) -> Any:
         if any(asked.kwargs.get(name) is not None for name in CACHE_NAMES):
             raise graphplan.CaptureError("no room for it")
         return pose(compiler, asked)
 
-    monkeypatch.setattr(Compiler, "pose", refuse)
+    monkeypatch.setattr(Compiler, "problem_of", refuse)
     with graphplan.simulate({0: "1MiB"}) as machine:
         model = build("llama")
         placed = graphplan.partition(model, machine.max_memory, kwargs=inputs_of("llama"), **LIMITS)

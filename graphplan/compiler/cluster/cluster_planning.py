@@ -193,7 +193,9 @@ class StageSearch:
         if found is None:
             return None
         last = len(found.classes) - 1
-        in_flight = [flight.kept(last - index) if flight.train else 0 for index in range(last + 1)]
+        in_flight = [
+            flight.kept_microbatches(last - index) if flight.train else 0 for index in range(last + 1)
+        ]
         return [
             Stretch(c, start, end, kept)
             for c, start, end, kept in zip(found.classes, found.cuts, found.cuts[1:], in_flight, strict=False)
@@ -233,7 +235,7 @@ class StageSearch:
 
     def refuse(self, stretch: Stretch) -> None:
         """Record in the estimates that a stretch does not fit."""
-        self.estimates.refused.add((stretch.machine, stretch.start, stretch.end, stretch.kept))
+        self.estimates.refused.add((stretch.machine, stretch.start, stretch.end, stretch.kept_microbatches))
 
     @property
     def reads_trained(self) -> NDArray[np.bool_]:

@@ -64,7 +64,7 @@ class InterleavedSearch(StageSearch):
         flight, count = self.cluster.flight, self.most_stages
         class_of = {machine: c for c, members in enumerate(cluster.classes) for machine in members}
         classes = [class_of[index % flight.machines] for index in range(count)]
-        in_flight = [flight.kept(count - 1 - index) for index in range(count)]
+        in_flight = [flight.kept_microbatches(count - 1 - index) for index in range(count)]
         # how much less a step can save is not estimated: shares count all activations, cuts only weights
         needs = [
             self._bytes(estimates, c, estimates.needs(k)) for c, k in zip(classes, in_flight, strict=True)

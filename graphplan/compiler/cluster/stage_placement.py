@@ -43,14 +43,14 @@ class Stretch:
         machine: class of the machine.
         start: index of the candidate cut where it starts.
         end: index of the candidate cut where it ends.
-        kept: microbatches in flight whose activations a training step keeps.
+        kept_microbatches: microbatches in flight whose activations a training step keeps.
         share: its share of the machine's budgets, in units of one ``PARAMS.shares``-th.
     """
 
     machine: int
     start: int
     end: int
-    kept: int = 0
+    kept_microbatches: int = 0
     share: int = PARAMS.shares
 
 
@@ -82,7 +82,7 @@ class StagePlacement:
         def plan_withholding(others: Kept) -> Plan:
             return source.compiler(withholding(topology, others), self._timed).plan(source.example()).plan
 
-        return plan_step(plan_withholding, stretch.kept - 1, self._shared(stretch), self.limits)
+        return plan_step(plan_withholding, stretch.kept_microbatches - 1, self._shared(stretch), self.limits)
 
     @property
     def _timed(self) -> Options:
@@ -112,7 +112,7 @@ class StagePlacement:
         first, last = self.cuts[stretch.start], self.cuts[stretch.end]
         crossing = self.boundaries.crossing
         structure = structure_of(self.boundaries.graph, first, last, crossing(first), crossing(last))
-        return stretch.machine, stretch.kept, stretch.share, structure
+        return stretch.machine, stretch.kept_microbatches, stretch.share, structure
 
     def source(self, stretch: Stretch) -> StageSource:
         """Return the stage of a stretch; in training for a class of machines: kernels differ by device."""

@@ -114,7 +114,7 @@ def map_modules(
 
 def _warn_of_buffers(blocks: list[Block], places: Places, capacities: list[int], main: int) -> None:
     """Warn if buffers of offloaded modules, which stay on the main accelerator, do not fit there."""
-    kept = sum(block.kept for block, place in zip(blocks, places, strict=True) if place is None)
+    kept = sum(block.main_bytes for block, place in zip(blocks, places, strict=True) if place is None)
     if kept and capacities and set(places) == {None} and kept > capacities[main]:
         warn(
             f"the {kept} bytes of offloaded modules that stay on the accelerator (buffers, and parameters "

@@ -21,7 +21,7 @@ class Block:
     names: tuple[str, ...]  # names of the modules or tensors
     nbytes: int  # bytes of all their tensors, each once
     loaded: int  # most bytes that are on the main device at once while it runs offloaded
-    kept: int = 0  # bytes that stay on the main device if it is offloaded, such as buffers
+    main_bytes: int = 0  # bytes that stay on the main device if it is offloaded, such as buffers
 
 
 Places = Sequence[int | None]
@@ -111,7 +111,7 @@ def _with_offload(
     places: dict[int, int] = {}
     must = [index for index, block in enumerate(blocks) if block.loaded > limit]
     optional = [index for index, block in enumerate(blocks) if block.loaded <= limit]
-    kept = sum(blocks[index].kept for index in optional)  # freed as blocks are placed
+    kept = sum(blocks[index].main_bytes for index in optional)  # freed as blocks are placed
     free[main] -= kept
     for index in sorted(must, key=lambda index: -blocks[index].nbytes):
         device = next((d for d, room in enumerate(free) if room >= blocks[index].nbytes), None)
@@ -122,10 +122,10 @@ def _with_offload(
     for index in sorted(optional, key=lambda index: -blocks[index].nbytes) if largest_first else optional:
         block = blocks[index]
         for device, room in enumerate(free):
-            if room + (block.kept if device == main else 0) >= block.nbytes:
+            if room + (block.main_bytes if device == main else 0) >= block.nbytes:
                 places[index] = device
                 free[device] -= block.nbytes
-                free[main] += block.kept
+                free[main] += block.main_bytes
                 break
     return [places.get(index) for index in range(len(blocks))] if free[main] >= 0 else None
 

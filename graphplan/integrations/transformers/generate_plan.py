@@ -99,7 +99,7 @@ def _warn_of_slow_calls(planned: Sequence[Planned]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lacking:
+class _Shortage:
     """A call that does not fit, and why; None if it fits but is slow for lack of memory."""
 
     call: BoundCall
@@ -110,7 +110,7 @@ def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehe
     """Yield the calls that can be planned; an image prompt, say, may leave no length for a token."""
     for rehearsed in others:
         try:
-            compiler.pose(rehearsed.first_call)
+            compiler.problem_of(rehearsed.first_call)
         except (LimitError, CaptureError) as error:
             logger.info("no memory is reserved for a forward pass of generate(): %s", error)
         else:
@@ -119,7 +119,7 @@ def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehe
 
 def _plan_in_turn(
     compiler: Compiler, others: Sequence[Rehearsed], first: Planned, *, fast: bool
-) -> tuple[list[Planned], _Lacking | None]:
+) -> tuple[list[Planned], _Shortage | None]:
     """Plan and commit calls one by one, with caches where earlier calls leave them, until one lacks room.
 
     ``fast``: a call that is slow for lack of memory lacks room too.
@@ -129,9 +129,9 @@ def _plan_in_turn(
         try:
             plan = compiler.plan(_with_placed_caches(rehearsed, planned))
         except InfeasibleError as error:
-            return [], _Lacking(rehearsed.first_call, str(error).splitlines()[0])
+            return [], _Shortage(rehearsed.first_call, str(error).splitlines()[0])
         if fast and lacks_room(plan.plan):
-            return [], _Lacking(rehearsed.first_call, None)
+            return [], _Shortage(rehearsed.first_call, None)
         compiler.commit(plan)
         planned[rehearsed.number] = plan
     return [first, *(planned[rehearsed.number] for rehearsed in others)], None

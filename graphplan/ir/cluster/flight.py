@@ -31,7 +31,7 @@ class Flight:
     stages_per_machine: int = 1
     results_on_all: bool = False
 
-    def kept(self, after: int) -> int:
+    def kept_microbatches(self, after: int) -> int:
         """Return how many microbatches' activations a stage keeps at once, if ``after`` stages follow it."""
         return self.most_in_flight(after) if self.grad else 0
 
