@@ -6,6 +6,7 @@ import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -358,17 +359,32 @@ def _set(table: dict[Any, Any], key: Any, value: Any, until: ExitStack) -> None:
     table[key] = value
 
 
-def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """Return a process group of some ranks, with the world's timeout; None if they are the world, in order.
+def has_cpu_backend(group: dist.ProcessGroup) -> bool:
+    """Whether a process group can send tensors in CPU memory."""
+    return torch.device("cpu") in private(group, "_device_types", "torch")
 
-    Every rank must call this.
-    """
+
+def new_cpu_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return a new gloo group of some ranks, with the default group's timeout; every rank must call this."""
     world = dist.group.WORLD
-    if world is None or list(ranks) == list(range(dist.get_world_size())):
-        return None
-    backend = private(world, "_get_backend", "torch")(torch.device("cpu"))
-    timeout = private(private(backend, "options", "torch"), "_timeout", "torch")
-    return dist.new_group(sorted(ranks), timeout=timeout)
+    options = private(_backend(world, private(world, "_device_types", "torch")[0]), "options", "torch")
+    return dist.new_group(sorted(ranks), backend="gloo", timeout=private(options, "_timeout", "torch"))
+
+
+@contextmanager
+def with_timeout(group: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
+    """Context manager in which a group with a CPU backend waits longer, or less long, for other ranks."""
+    backend = _backend(group, torch.device("cpu"))
+    earlier = private(private(backend, "options", "torch"), "_timeout", "torch")
+    private(backend, "_set_default_timeout", "torch")(timeout)
+    try:
+        yield
+    finally:
+        private(backend, "_set_default_timeout", "torch")(earlier)
+
+
+def _backend(group: Any, device: torch.device) -> Any:
+    return private(group, "_get_backend", "torch")(device)
 
 
 @contextmanager

@@ -318,7 +318,7 @@ def partition_machines(
             _require_planned_for(saved, cluster)
         return (saved or example.plan(annotator)).to_json()
 
-    text = broadcast_text(on_all("planning", plan_on_first), "the plan")
+    text = broadcast_text(on_all("planning by rank 0", plan_on_first), "the plan")
     source = on_all("reading the checkpoint", lambda: read_source(request, checkpoint, strict=strict))
     cluster_plan = ClusterPlan.from_json(text)
     builder = RankBuilder(

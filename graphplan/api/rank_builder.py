@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graphplan._compat.torch import group_of
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.api.arguments import Request
 from graphplan.api.rank_stage import RankStage
@@ -32,7 +31,7 @@ from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_capture import results_of
 from graphplan.passes.pipeline.stage_positions import stage_positions
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.distributed.agreement import on_all, require_same, share_failures
+from graphplan.runtime.distributed.agreement import group_of, on_all, require_same, share_failures
 from graphplan.runtime.distributed.cluster_module import (
     MAX_CALLS,
     CallKey,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from graphplan.errors import InputError
-from graphplan.runtime.distributed.agreement import gather_texts, waiting_for
+from graphplan.runtime.distributed.agreement import cpu_group, gather_texts, waiting_for
 
 
 def ranks_without_data(weights: Mapping[str, torch.Tensor]) -> list[int]:
@@ -39,7 +39,7 @@ def send_weights(
     Raises:
         ClusterError: the other side does not answer within the group's timeout.
     """
-    own_rank, received = dist.get_rank(), dict[str, torch.Tensor]()
+    own_rank, group, received = dist.get_rank(), cpu_group(), dict[str, torch.Tensor]()
     for rank, names in names_by_rank.items():
         if own_rank not in (0, rank):
             continue
@@ -47,8 +47,8 @@ def send_weights(
             peer = rank if own_rank == 0 else 0
             with waiting_for(f"rank {peer} to pass on the weight {name!r}"):
                 if own_rank == 0:
-                    dist.send(weights[name].detach().cpu().contiguous(), rank)
+                    dist.send(weights[name].detach().cpu().contiguous(), rank, group)
                 else:
                     received[name] = torch.empty(weights[name].shape, dtype=weights[name].dtype)
-                    dist.recv(received[name], 0)
+                    dist.recv(received[name], 0, group)
     return received

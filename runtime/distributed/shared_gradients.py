@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from graphplan._compat.torch import gradient_hooks, group_of
+from graphplan._compat.torch import gradient_hooks
 from graphplan.errors import InputError
-from graphplan.runtime.distributed.agreement import waiting_for
+from graphplan.runtime.distributed.agreement import cpu_group, group_of, waiting_for
 
 _HOOKED = (
     "{!r} is read by several stages, and its hook of register_post_accumulate_grad_hook would see only a "
@@ -77,5 +77,5 @@ class SharedGradients:
             if parameter.grad is not None and name not in self.counted_elsewhere:
                 total += torch.linalg.vector_norm(parameter.grad).cpu().double() ** 2
         with waiting_for("the norm of the gradients of the other ranks"):
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=cpu_group())
         return total.sqrt().float()

@@ -18,6 +18,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.utils import _pytree as pytree
 
 import graphplan
-from graphplan._compat.torch import stages_go_backward
+from graphplan._compat.torch import stages_go_backward, with_timeout
+from graphplan.runtime.distributed.agreement import broadcast_from_last, cpu_group, on_all
 
 SECONDS = 180  # the timeout of the process group
 SO_ATTACH_FILTER = 26  # of Linux; the socket module has no name for it
@@ -879,6 +881,31 @@ def sizes_memory() -> None:
     say(f"{len(placed.plan.stages)} stages, grown by {held[-1] - held[1]}")
 
 
+def slow_setup() -> None:
+    """Rank 0 plans longer than the timeout of the group; then it does not answer in time."""
+    with with_timeout(cpu_group(), datetime.timedelta(seconds=1)):
+        on_all("planning by rank 0", lambda: time.sleep(0 if dist.get_rank() else 3))
+        say("planned")
+        if dist.get_rank() == 0:
+            time.sleep(5)
+        try:
+            broadcast_from_last(torch.zeros(1), 0, "the next token")
+        except graphplan.ClusterError as error:
+            say(f"ClusterError: {error}")
+    sys.exit()
+
+
+def no_cpu_backend() -> None:
+    """A forward pass and a training step with a default group for tensors on GPUs alone."""
+    model, x = chain(), torch.ones(4, 8)
+    placed = divided(model, {"input": x}, 2, grad=True)
+    say(f"{len(placed.plan.stages)} stages, differ by {difference(placed(x), model(x)):.1e}")
+    if stages_go_backward():
+        placed.train_step(torch.nn.functional.mse_loss, torch.zeros(4, 8), x)
+        say(f"norm {bool(placed.clip_grad_norm_(1.0) > 0)}")
+    sys.exit()
+
+
 class Tokens(torch.nn.Module):
     """Returns its input, and scores."""
 
@@ -938,6 +965,7 @@ CASES: dict[str, Callable[..., None]] = {
     "interleaved": interleaved,
     "kept_results": kept_results,
     "no_batches": no_batches,
+    "no_cpu_backend": no_cpu_backend,
     "no_stage": no_stage,
     "constants": constants,
     "interleaved_more": interleaved_more,
@@ -947,6 +975,7 @@ CASES: dict[str, Callable[..., None]] = {
     "profile": profile,
     "results_memory": results_memory,
     "sizes_memory": sizes_memory,
+    "slow_setup": slow_setup,
     "steps": steps,
     "stopped": stopped,
     "tied": tied,
@@ -961,7 +990,8 @@ def main() -> None:
     torch.set_num_threads(1)
     cases = [list(part) for named, part in itertools.groupby(sys.argv[1:], "--".__ne__) if named]
     seconds = 15 if cases[0][0] == "fault" else SECONDS
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
+    backend = "cuda:gloo" if cases[0][0] == "no_cpu_backend" else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=seconds))
     for name, *arguments in cases:
         say(f"-- {name}")
         torch.manual_seed(0)

@@ -59,3 +59,19 @@ def test_loss_summed_over_microbatches_equals_token_mean(ranks: list[dict[str, l
         assert line.startswith("2 stages")
         assert float(line.split()[-1]) < 1e-5, line
         assert error == "loss_reduction must be 'mean' or 'sum', not 'max'"
+
+
+def test_planning_past_group_timeout_is_waited_for() -> None:
+    with Ranks(2, "slow_setup") as group:
+        first, second = (said(output) for output in group.outputs())
+    assert first[0] == second[0] == "planned"
+    assert second[1].startswith("ClusterError: rank 1 waited for the next token of rank 0")
+
+
+def test_default_group_without_cpu_backend_works() -> None:
+    with Ranks(2, "no_cpu_backend") as group:
+        outputs = [said(output) for output in group.outputs()]
+    for line, *norms in outputs:
+        assert line.startswith("2 stages")
+        assert float(line.split()[-1]) < 1e-5, line
+        assert norms == ["norm True"] * TRAINS
