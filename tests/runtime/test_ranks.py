@@ -222,7 +222,7 @@ def test_indivisible_inputs_raise(three: list[dict[str, str]]) -> None:
         assert then == "then True"
         assert "cannot be copied or pickled" in copied
         assert rows == ["rows True"] * 3
-        assert "InputError: last has 4 rows, and the batch has 2" in other
+        assert "InputError: last has 4 rows, but the batch has 2" in other
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -95,5 +95,5 @@ def test_replacement_code_omitting_weights_raises() -> None:
     require_all_weights_read(model, own, own, less)  # the model's own code may leave out what it likes
     require_all_weights_read(model, own, stand_in, every)
     require_all_weights_read(model, own, stand_in, {n for n in every if n.startswith("0.")})  # never called
-    with pytest.raises(CaptureError, match=r"'1', a Normed, does not read its 'norm\.weight'"):
+    with pytest.raises(CaptureError, match=r"'1' \(Normed\) does not read its 'norm\.weight'"):
         require_all_weights_read(model, own, stand_in, less)
