@@ -126,7 +126,7 @@ def _cells(row: Baseline) -> list[str]:
 
 def device_digest(topology: Topology) -> list[dict[str, Any]]:
     """Return each device with its budget and speeds, for JSON."""
-    return [{**asdict(spec), "name": card_of(spec.device)} for spec in topology.devices]
+    return [{**asdict(spec), "name": gpu_name_of(spec.device)} for spec in topology.devices]
 
 
 def devices_text(topology: Topology) -> str:
@@ -139,14 +139,14 @@ def devices_text(topology: Topology) -> str:
             f"{spec.flops / 1e12:.3g} TFLOP/s",
             f"{spec.bandwidth / 1e9:.3g} GB/s",
             time_text(spec.overhead),
-            card_of(spec.device),
+            gpu_name_of(spec.device),
         ]
         for spec in topology.devices
     ]
     return "\n".join(table_lines(["key", "device", "free", "compute", "memory", "operation", "name"], rows))
 
 
-def card_of(device: str) -> str:
+def gpu_name_of(device: str) -> str:
     """Return the driver's name of an accelerator; empty for other devices."""
     kind, _, index = device.partition(":")
     if kind in ("cpu", "disk", SIMULATED):

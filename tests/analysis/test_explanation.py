@@ -176,9 +176,9 @@ def test_compute_seconds_are_of_the_device_that_runs_it() -> None:
     assert weight.alternative_on(0).compute_seconds == weight.compute_seconds
     assert "the CPU computes nothing" in plan.explain("layer2").alternative_on("cpu").obstacle
     resident = replace(plan.schedule.assignment, weights={**plan.schedule.assignment.weights, "w1": 0})
-    beside = replace(plan, schedule=evaluate(plain_problem(plan), resident).schedule)
-    assert beside.explain("w1").alternative_on(0).obstacle == "it is there"
-    assert beside.explain("w1").alternative_on(0).compute_seconds == weight.compute_seconds
+    resident_plan = replace(plan, schedule=evaluate(plain_problem(plan), resident).schedule)
+    assert resident_plan.explain("w1").alternative_on(0).obstacle == "it is there"
+    assert resident_plan.explain("w1").alternative_on(0).compute_seconds == weight.compute_seconds
 
 
 def test_operations_that_must_move_along_are_named() -> None:

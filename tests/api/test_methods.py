@@ -24,7 +24,7 @@ def stack(count: int = 3, width: int = 32) -> nn.Sequential:
 
 
 class Autoencoder(nn.Module):
-    """As in diffusers: both ways have convolutions of their own beside the whole's."""
+    """As in diffusers: encoder and decoder have their own convolutions, and so has the whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -526,7 +526,7 @@ def test_loop_of_a_wrapper_runs_untraced() -> None:
 
 
 class Translator(nn.Module):
-    """Its loop calls what has most parameters, beside what is called once."""
+    """Its loop calls the submodule with most parameters; another one is called once."""
 
     def __init__(self) -> None:
         super().__init__()

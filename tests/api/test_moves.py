@@ -297,7 +297,7 @@ def test_copies_and_threads_run_during_a_move() -> None:
             try:
                 while not done.wait(0.01):  # between calls, for the one that moves
                     same(model, placed, 4)
-            except BaseException as error:  # whatever it is, it is told below
+            except BaseException as error:  # reported below
                 failed.append(error)
 
         threads = [threading.Thread(target=call) for _ in range(2)]

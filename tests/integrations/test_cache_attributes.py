@@ -276,7 +276,7 @@ def test_offloaded_cache_is_on_its_planned_device(make: Callable[[], Any]) -> No
         assert ours.offloading
         known = len(placed.plans)
         placed(input_ids=IDS, past_key_values=offloading(make()))
-        assert len(placed.plans) == known  # another stream is no other structure
+        assert len(placed.plans) == known  # another stream is not another structure
 
 
 def test_self_referencing_cache_runs_module_by_module() -> None:

@@ -27,7 +27,7 @@ SIZES = [(2, 2, 2), (2, 2, 8), (2, 3, 6), (3, 2, 3), (3, 2, 2), (4, 2, 8), (4, 3
 
 
 def torch_order(machines: int, each: int, microbatches: int) -> dict[int, list[StageAction]]:
-    """What torch's own schedule does, of a process group that is not there."""
+    """The actions of torch's own schedule, without a process group."""
     schedule = object.__new__(schedules.ScheduleInterleaved1F1B)
     schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = machines, each, microbatches
     schedule.number_of_rounds = max(1, microbatches // machines)

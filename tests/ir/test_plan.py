@@ -190,7 +190,7 @@ def test_device_map_names_a_modules_own_parameters() -> None:
             return self.child(x) + self.direct[:64]
 
     plan = graphplan.plan(Mixed(), {0: "19KiB", 1: "19KiB"}, (torch.ones(1, 64),))
-    with warnings.catch_warnings():  # newer versions of accelerate warn of what is no module
+    with warnings.catch_warnings():  # newer versions of accelerate warn of entries that are not modules
         warnings.filterwarnings("ignore", message=r"[\s\S]*direct", category=UserWarning)
         check_device_map(Mixed(), plan.device_map())
     assert set(plan.device_map()) == {"direct", "child"}

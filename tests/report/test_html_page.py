@@ -97,7 +97,7 @@ def browser() -> Iterator[Any]:
 
 @cache
 def llama_remarks() -> Remarks:
-    """What would help takes a second to find."""
+    """Advice takes a second to find."""
     return llama_plan().remarks()
 
 
@@ -480,7 +480,7 @@ def page_is_as_wide_as_the_window(opened: Opened) -> bool:
 def test_a_narrow_window(show: Open) -> None:
     opened = show(llama_plan(), title="A model with a rather long name, on two accelerators and the CPU")
     opened.page.set_viewport_size({"width": 390, "height": 844})
-    opened.page.wait_for_timeout(150)  # charts are drawn anew
+    opened.page.wait_for_timeout(150)  # charts are redrawn
     assert page_is_as_wide_as_the_window(opened)
     for chart in opened.page.locator("svg.memory").all():
         frame = chart.bounding_box()

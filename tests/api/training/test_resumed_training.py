@@ -139,7 +139,7 @@ def test_a_trainer_puts_the_state_on_the_cpu(place: Callable[[dict[str, Any]], n
     "make", [functools.partial(ADAMW, foreach=True), torch.optim.ASGD, torch.optim.NAdam]
 )
 def test_trainer_puts_state_on_one_of_two_devices(make: Optimizer, where: str) -> None:
-    # what counts the steps stayed there: torch takes it on the CPU alone, or beside the parameters
+    # the step counts stayed there: torch accepts them on the CPU, or on the device of the parameters
     weights, state = checkpoint(make)
 
     def resumed(model: nn.Module, device: str) -> list[float]:

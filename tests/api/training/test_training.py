@@ -652,7 +652,7 @@ def test_inference_mode_parameters_are_placed_at_first_call() -> None:
 
 def test_custom_attributes_of_parameters_are_kept() -> None:
     own = stack()
-    own.head.bias.no_decay = True  # type: ignore[union-attr]  # as optimizers are told
+    own.head.bias.no_decay = True  # type: ignore[union-attr]  # a mark for optimizers
     with graphplan.simulate({0: ROOMY}) as machine:
         placed = partitioned(machine, own)
         assert placed.head.bias.no_decay

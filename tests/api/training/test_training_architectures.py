@@ -19,7 +19,7 @@ SAMPLE = (
 )  # fmt: skip
 QUICK = {"ViT", "convnet", "tied"}
 # random choices of which layers run, or what is masked, decide what they compute in train mode; or it has a
-# backward of its own, which is no derivative
+# own backward, which is not the derivative
 UNTRACED = ("M2M100", "Wav2Vec2", "Hubert", "RecurrentGemma")
 # the largest weight with its state, and what AdamW takes to step it, are more than 0.65 of the step
 UNDIVIDED = ("drop", "tied", "detach")
