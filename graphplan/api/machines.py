@@ -248,7 +248,8 @@ def _require_joinable(whole: Wire, part: Wire, count: int) -> None:
     if not part.shape or whole.shape != joined_shape:
         raise InputError(
             f"a result has the sizes {list(whole.shape)} for the batch and {list(part.shape)} for each of "
-            f"{count} microbatches, which cannot be joined along the first dimension: use microbatches=1"
+            f"{count} microbatches, which cannot be joined along the first dimension: use microbatches=1, or "
+            "leave out inputs that it needs, such as labels=, and give train_step a loss"
         )
 
 

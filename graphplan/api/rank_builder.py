@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.api.arguments import Request
@@ -204,6 +205,7 @@ class RankBuilder:
             [wires.of(name) for name in results_of(capture, caches_stay=caches_stay)],
             rebuild=lambda results, call: rebuild_result(wires, results, call),
             last_rank=self._ranks[-1],
+            draws=any(torch.Tag.nondeterministic_seeded in _tags(node) for node in capture.graph.nodes),
             signature=capture.signature,
         )
 
@@ -301,6 +303,10 @@ class RankBuilder:
             trains=call_key.trains,
             caches_stay=call_key.caches_stay,
         )
+
+
+def _tags(node: fx.Node) -> Sequence[torch.Tag]:
+    return getattr(node.target, "tags", ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ class ClusterCall:
         results: the result tensors of one microbatch.
         rebuild: maps the results by name, and the call, to what the model returns.
         last_rank: rank of the last stage.
+        draws: whether the graph may draw random numbers.
         signature: that of the trace, which may have branched on values of inputs.
     """
 
@@ -53,6 +54,7 @@ class ClusterCall:
     results: Sequence[Wire]
     rebuild: Callable[[Mapping[str, torch.Tensor], BoundCall], Any]
     last_rank: int
+    draws: bool
     signature: InputSignature
 
 
@@ -226,8 +228,6 @@ class ClusterModule(nn.Module):
         targets = targets_of(target, len(micros), rows)
         key = CallKey(_input_key(micros[0]), trains=True)
         cluster_call = self._cluster_call(micros, key)
-        if cluster_call.runner is None:
-            return None
 
         def loss_of(results: Results, microbatch: int) -> torch.Tensor:
             result = cluster_call.rebuild(_named(cluster_call, results), micros[microbatch])
@@ -235,8 +235,11 @@ class ClusterModule(nn.Module):
 
         inputs = [cluster_call.inputs_of(micro) for micro in micros]
         scale = 1 / len(micros) if loss_reduction == "mean" else 1.0
-        with self._in_step(), self._shared.summed(self.stage):
-            losses = cluster_call.runner.train(inputs, key.digest, loss_of, scale)
+        with self._in_step(), self._random_numbers(cluster_call):
+            if cluster_call.runner is None:
+                return None
+            with self._shared.summed(self.stage):
+                losses = cluster_call.runner.train(inputs, key.digest, loss_of, scale)
         return losses if dist.get_rank() == cluster_call.last_rank else None
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -273,9 +276,9 @@ class ClusterModule(nn.Module):
     def _run(self, micros: Sequence[BoundCall], *, caches_stay: bool) -> tuple[ClusterCall, Results]:
         key = CallKey(_input_key(micros[0]), caches_stay)
         cluster_call = self._cluster_call(micros, key)
-        if cluster_call.runner is None:
-            return cluster_call, []
-        with self._in_step():
+        with self._in_step(), self._random_numbers(cluster_call):
+            if cluster_call.runner is None:
+                return cluster_call, []
             inputs = [cluster_call.inputs_of(micro) for micro in micros]
             return cluster_call, cluster_call.runner.run(inputs, key.digest)
 
@@ -292,6 +295,18 @@ class ClusterModule(nn.Module):
         except BaseException as error:
             self._failed = f"{type(error).__name__}: {first_line(error)}"
             raise
+
+    @contextmanager
+    def _random_numbers(self, cluster_call: ClusterCall) -> Iterator[None]:
+        """Context manager in which ranks that have equal generators draw different dropout masks."""
+        if not (self.training and cluster_call.draws):
+            yield
+            return
+        seed = int(torch.randint(2**62, ()))  # so that equal generators remain equal
+        gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+        with torch.random.fork_rng(gpus):
+            torch.manual_seed(seed + dist.get_rank())
+            yield
 
     def _cluster_call(self, micros: Sequence[BoundCall], key: CallKey) -> ClusterCall:
         """Return how calls with this key are run, with the current parameters; prepare new ones."""

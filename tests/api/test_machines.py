@@ -302,6 +302,21 @@ def test_microbatches_that_do_not_divide_the_batch_raise() -> None:
         replace(plan, batch=32, microbatches=5).verify()
 
 
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (self.stack(x) - labels).square().mean()
+
+
+def test_loss_of_microbatches_raises_naming_train_step() -> None:
+    inputs = (torch.ones(4, 8), torch.ones(4, 8))
+    with pytest.raises(graphplan.InputError, match="such as labels=, and give train_step a loss"):
+        graphplan.plan(Loss(), machines=[{"cpu": "1GiB"}], args=inputs, microbatches=2)
+
+
 def test_bound_above_the_plan_raises() -> None:
     plan = planned([{0: "1GiB"}])
     with pytest.raises(graphplan.VerificationError, match="lower bound"):

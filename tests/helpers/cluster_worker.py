@@ -881,6 +881,66 @@ def sizes_memory() -> None:
     say(f"{len(placed.plan.stages)} stages, grown by {held[-1] - held[1]}")
 
 
+def scaled_loss() -> None:
+    """A step with an overflow on rank 0, and one without: whether each rank took them, and its scale."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    x = torch.randn(4, 8)
+    placed = divided(chain().train(), {"input": x}, 2, train=True, schedule="1f1b")
+    optimizer = torch.optim.SGD(placed.stage.parameters(), lr=1.0)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    for overflows in (True, False):
+        placed.train_step(lambda found, wanted: scaler.scale((found - wanted).square().mean()), x, x)
+        if overflows and dist.get_rank() == 0:
+            next(placed.parameters()).grad[0] = torch.inf
+        before = next(placed.parameters()).clone()
+        scaler.unscale_(optimizer)
+        finite = bool(placed.clip_grad_norm_(1.0).isfinite())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        changed = not torch.equal(before, next(placed.parameters()))
+        say(f"finite {finite}, changed {changed}, scale {scaler.get_scale()}")
+
+
+class Dropouts(torch.nn.Module):
+    """Returns its result and the dropout mask of each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        masks = []
+        for layer in self.layers:
+            x = layer(x)
+            masks.append(torch.nn.functional.dropout(torch.ones_like(x), 0.5, self.training))
+            x = x * masks[-1]
+        return x, *masks
+
+
+def dropout() -> None:
+    """Dropout masks of all layers in two calls, which are the same on both ranks, and again by seed."""
+    x = torch.ones(8, 64)
+    placed, found = divided(Dropouts().train(), {"x": x}, 2, grad=True), []
+    for _ in range(2):
+        torch.manual_seed(5)
+        found.append([*placed(x)[1:], *placed(x)[1:]])
+    masks = found[0]
+    equal = [
+        pair
+        for pair in itertools.combinations(range(len(masks)), 2)
+        if torch.equal(*(masks[i] for i in pair))
+    ]
+    states = [torch.empty_like(torch.get_rng_state()) for _ in range(2)]
+    dist.all_gather(states, torch.get_rng_state())
+    repeated = all(map(torch.equal, *found))
+    say(
+        f"{len(placed.plan.stages)} stages, equal {equal}, repeated {repeated}, states {torch.equal(*states)}"
+    )
+
+
 def slow_setup() -> None:
     """Rank 0 plans longer than the timeout of the group; then it does not answer in time."""
     with with_timeout(cpu_group(), datetime.timedelta(seconds=1)):
@@ -959,6 +1019,7 @@ CASES: dict[str, Callable[..., None]] = {
     "architectures": architectures,
     "closed": closed,
     "differs": differs,
+    "dropout": dropout,
     "fault": fault,
     "forward_by_1f1b": forward_by_1f1b,
     "generation": generation,
@@ -975,6 +1036,7 @@ CASES: dict[str, Callable[..., None]] = {
     "profile": profile,
     "results_memory": results_memory,
     "sizes_memory": sizes_memory,
+    "scaled_loss": scaled_loss,
     "slow_setup": slow_setup,
     "steps": steps,
     "stopped": stopped,

@@ -10,8 +10,8 @@ from ranks import Ranks, said, said_by_case
 from graphplan._compat.torch import stages_go_backward
 
 TRAINS = stages_go_backward()
-CASES = "kept_results -- forward_by_1f1b -- results_memory -- sizes_memory"
-CASES += " -- token_loss" if TRAINS else ""
+CASES = "kept_results -- forward_by_1f1b -- results_memory -- sizes_memory -- dropout"
+CASES += " -- token_loss -- scaled_loss" if TRAINS else ""
 trains = pytest.mark.skipif(not TRAINS, reason="pipelining goes backward past integers since torch 2.12")
 
 
@@ -59,6 +59,19 @@ def test_loss_summed_over_microbatches_equals_token_mean(ranks: list[dict[str, l
         assert line.startswith("2 stages")
         assert float(line.split()[-1]) < 1e-5, line
         assert error == "loss_reduction must be 'mean' or 'sum', not 'max'"
+
+
+def test_dropout_masks_of_two_stages_differ(ranks: list[dict[str, list[str]]]) -> None:
+    for cases in ranks:
+        assert cases["dropout"] == ["2 stages, equal [], repeated True, states True"]
+
+
+@trains
+def test_overflow_on_one_rank_skips_all_ranks_steps(ranks: list[dict[str, list[str]]]) -> None:
+    for cases in ranks:
+        skipped, taken = cases["scaled_loss"]
+        assert skipped == "finite False, changed False, scale 4.0"
+        assert taken == "finite True, changed True, scale 4.0"
 
 
 def test_planning_past_group_timeout_is_waited_for() -> None:
