@@ -96,7 +96,7 @@ def test_other_branches_on_values_stay(branch: str) -> None:
         graphplan.partition(Asserts(check), {"cpu": "1GiB"}, (X,))
 
 
-def test_an_assertion_of_sizes_is_a_condition_of_the_trace() -> None:
+def test_assertion_on_sizes_becomes_a_guard() -> None:
     def check(x: torch.Tensor) -> None:
         assert x.shape[0] % 2 == 0
 
@@ -116,7 +116,7 @@ class Asked:
         return self.truth
 
 
-def test_what_each_form_of_an_assertion_wants() -> None:
+def test_each_assertion_form_asks_for_truth() -> None:
     true, false = Asked(True), Asked(False)
     assert true
     assert not false

@@ -71,7 +71,7 @@ def test_weights_take_what_the_model_takes(name: str, instances: dict[str, Insta
     assert instances[name].graph.weight_bytes == WEIGHTS[name]
 
 
-def test_llama_8b_is_that_of_16_gb_less_the_tied_head(instances: dict[str, Instance]) -> None:
+def test_llama_8b_has_16_gb_without_its_tied_head(instances: dict[str, Instance]) -> None:
     graph = instances["llama-8b-two"].graph
     assert graph.weight_bytes + 2 * 128256 * 4096 == 16_060_522_496
     assert graph.weights["embed.weight"].names == ("embed.weight", "lm_head.weight")
@@ -168,7 +168,7 @@ def small(gib: list[float], cpu: float = 0, count: int = 4) -> Problem:
     return Problem(chain(count, weight=64 * KIB), devices(cards, cpu_gib=cpu), CPU)
 
 
-def test_sequential_fill_takes_devices_in_order_and_never_goes_back() -> None:
+def test_sequential_fill_uses_devices_in_order() -> None:
     room = (2 * 64 + 4) * KIB / GIB
     found = sequential_fill(small([room, room]))
     assert list(found.operations.values()) == [0, 0, 1, 1]
@@ -207,7 +207,7 @@ def _named(problem: Problem) -> Problem:
     return replace(problem, graph=made)
 
 
-def test_a_skeleton_has_the_parameters_and_ties_of_the_graph(instances: dict[str, Instance]) -> None:
+def test_skeleton_has_the_graphs_parameters_and_ties(instances: dict[str, Instance]) -> None:
     graph = instances["llama-8b-two"].graph
     model = skeleton(graph)
     sizes = {n: p.numel() * p.element_size() for n, p in model.named_parameters()}
@@ -225,13 +225,13 @@ def test_the_best_of_several_keeps_the_budgets_first() -> None:
     assert best([none, over]) is over
 
 
-def test_maps_that_pass_a_budget_are_asked_again_with_less(instances: dict[str, Instance]) -> None:
+def test_maps_over_budget_are_retried_with_less_memory(instances: dict[str, Instance]) -> None:
     found = {b.name: b for b in baselines(instances["unet"].problem)}
     assert LESS in found["accelerate"].strategy
     assert found["accelerate"].feasible
 
 
-def test_what_spills_onto_an_absent_cpu_is_over(instances: dict[str, Instance]) -> None:
+def test_spill_onto_an_absent_cpu_is_infeasible(instances: dict[str, Instance]) -> None:
     found = {b.name: b for b in baselines(instances["segformer-two"].problem)}
     assert found["accelerate"].over >= 1 << 30  # the fuse layer, offloaded where there is no CPU
     assert not found["accelerate"].feasible
@@ -240,7 +240,7 @@ def test_what_spills_onto_an_absent_cpu_is_over(instances: dict[str, Instance]) 
 # -- packing ---------------------------------------------------------------------------------------
 
 
-def test_packing_is_exact_for_one_card_and_a_bound_for_more() -> None:
+def test_packing_is_exact_for_one_gpu() -> None:
     assert pack([50, 40, 30], [90]).most == 90
     assert pack([50, 40, 30], [85]).most == 80
     assert pack([50, 40, 30], [85]).everything is False
@@ -275,7 +275,7 @@ def test_offloaded_weights_are_read_and_live_on_no_accelerator(instances: dict[s
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def test_the_results_know_a_plan_of_each_of_the_first_set() -> None:
+def test_results_have_a_plan_of_each_first_instance() -> None:
     known = recorded()
     assert all(known[name]["best"] > 0 for name in INSTANCES)
 
@@ -302,7 +302,7 @@ def test_the_default_search_is_compared_and_else_the_longest(instances: dict[str
     assert Result(instances["unet"]).main is None
 
 
-def test_who_is_faster_within_the_budgets_beats_us(instances: dict[str, Instance]) -> None:
+def test_faster_feasible_maps_count_as_losses(instances: dict[str, Instance]) -> None:
     slower, faster = Baseline("slower", seconds=2.0), Baseline("faster", seconds=0.5)
     cheat = Baseline("cheat", seconds=0.5, over=1)
     result = Result(instances["unet"], [run_of(2, 1.0, 1.0)], [slower, faster, cheat])
@@ -310,9 +310,7 @@ def test_who_is_faster_within_the_budgets_beats_us(instances: dict[str, Instance
     assert "faster ratio" in ratio_table([result])
 
 
-def test_new_placements_replace_old_ones_and_the_best_is_kept(
-    instances: dict[str, Instance], tmp_path: Path
-) -> None:
+def test_new_results_keep_the_best_time(instances: dict[str, Instance], tmp_path: Path) -> None:
     unet, clip = instances["unet"], instances["clip"]
     other = Baseline("other", seconds=4.0, excess={})
     keep_placements([Result(unet, [run_of(2, 2.0)], [other], 2.0), Result(clip, error="no")], tmp_path)
@@ -330,7 +328,7 @@ def test_new_placements_replace_old_ones_and_the_best_is_kept(
     assert recorded(tmp_path)["clip"]["best"] == 3.0
 
 
-def test_a_power_law_is_found_for_each_kind_and_number_of_devices() -> None:
+def test_power_law_is_fitted_per_kind_and_device_count() -> None:
     rows = [Row("x", n, k, 3e-4 * n**1.5 * k**0.5, 0.0) for n in (500, 1000, 2000) for k in (2, 8)]
     found = laws([*rows, Row("y", 500, 2, 1.0, 0.0)])
     assert [(law.kind, law.devices) for law in found] == [("x", 2), ("x", 8)]
@@ -355,7 +353,7 @@ def use_beside_buffers(measured: Measured, case: str) -> float:
 
 
 @pytest.mark.slow
-def test_a_real_model_is_captured_once_and_planned_on_two_budgets() -> None:
+def test_real_model_is_captured_once_for_two_budgets() -> None:
     measured = Measured("resnet-152")
     captures = len(measured.compiler.captures.captured)
     rows = [measured.measure(case) for case in ("2x0.55", "1x0.7")]
@@ -370,7 +368,7 @@ def test_a_real_model_is_captured_once_and_planned_on_two_budgets() -> None:
     assert "resnet-152" in table(map(shown, rows))
 
 
-def test_results_of_a_model_take_the_place_of_older_ones(tmp_path: Path) -> None:
+def test_newer_results_of_a_model_replace_older_ones(tmp_path: Path) -> None:
     def row(model: str, case: str, seconds: float, offloaded: int = 0) -> RealRow:
         return RealRow(model, case, 100, 10, offloaded, within=True, makespan=seconds)
 

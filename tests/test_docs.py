@@ -57,7 +57,7 @@ LONG = {
         for page in pages(DOCS)
     ],
 )
-def test_the_code_of_a_page_runs_and_what_is_shown_was_printed(page: Path, tmp_path: Path) -> None:
+def test_page_code_prints_the_shown_output(page: Path, tmp_path: Path) -> None:
     with short_search():
         outputs = list(outputs_of(page, tmp_path))
     assert outputs, "the page has no code that is run"
@@ -154,7 +154,7 @@ def test_measured_times_are_beside_the_peaks_and_the_differences() -> None:
     assert "no better map was searched for" in text
 
 
-def test_a_page_does_not_speak_of_results_that_are_absent(tmp_path: Path) -> None:
+def test_pages_without_results_have_no_tables(tmp_path: Path) -> None:
     assert set(tables(tmp_path).values()) == {""}
 
 
@@ -193,7 +193,7 @@ def test_the_summary_of_real_models_counts_who_is_faster(tmp_path: Path) -> None
     assert markdown(["x"], [["y | z"]]) == "| x |\n| :-- |\n| y \\| z |"
 
 
-def test_charts_have_a_mark_for_each_placement_within_the_budgets() -> None:
+def test_charts_mark_each_feasible_placement() -> None:
     drawn = models_svg(real_models())
     assert drawn.count("<circle") == 2 * len(CASES)  # the third model's map exceeds its budget
     others = [

@@ -12,7 +12,7 @@ from sweep import page, summary, verdict
 from sweep_one import CONFIGURATIONS, difference, run
 
 
-def test_it_knows_every_type() -> None:
+def test_every_model_type_is_swept() -> None:
     assert {"llama", "t5", "whisper", "mamba", "clip", "segformer", "qwen2_vl"} <= set(names())
     assert len(names()) > 600
 
@@ -27,7 +27,7 @@ def test_models_are_small_and_run(name: str) -> None:
         assert difference(made.model(**made.inputs), made.result) == 0
 
 
-def test_images_are_among_the_text_where_a_model_sees_both() -> None:
+def test_vision_language_inputs_have_image_tokens() -> None:
     made = build("llava")
     token = made.model.config.image_token_id
     assert {"input_ids", "pixel_values"} <= set(made.inputs)

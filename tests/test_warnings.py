@@ -73,7 +73,7 @@ class Deciding(nn.Module):
         return x + 1 if by_data and float(x.sum()) > 0 else x - 1
 
 
-def test_warnings_of_runs_without_a_graph_point_at_the_caller() -> None:
+def test_warnings_of_modular_runs_point_at_the_caller() -> None:
     x = torch.ones(2)
     with graphplan.simulate({0: "1MiB"}) as machine:
         with pytest.warns(graphplan.GraphplanWarning, match="the model runs module by module") as caught:

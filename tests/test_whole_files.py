@@ -11,9 +11,7 @@ import pytest
 from graphplan.whole_files import write_whole
 
 
-def test_what_cannot_be_written_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.json"
     write_whole(path, "first")
 

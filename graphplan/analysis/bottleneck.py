@@ -41,10 +41,10 @@ _NARROWED = 700  # likewise: with more operations, a search for fewer bytes take
 
 def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
     """Plan again with each improvement; the result depends on the plan only."""
-    search = _Search(plan)
-    faster = (partial(search.sped, *one) for one in search.faster())
-    trials: list[Callable[[], Growth]] = [*search.memory(), *faster]
-    search.share = _TRIALS / max(1, len(trials))
+    replanner = _Replanner(plan)
+    faster = (partial(replanner.sped, *one) for one in replanner.faster())
+    trials: list[Callable[[], Growth]] = [*replanner.memory(), *faster]
+    replanner.share = _TRIALS / max(1, len(trials))
     # a bar that appears after a second
     bar = tqdm(trials, desc="bottleneck", delay=1, disable=not progress)
     with bar, unwarned("balance=True"):  # the plan itself has warned
@@ -54,7 +54,7 @@ def find_bottleneck(plan: PlanData, *, progress: bool = True) -> Bottleneck:
         answer = next(iter(binding or useful), None)
         if answer is not None:
             growths.remove(answer)
-            answer = search.confirmed(answer)
+            answer = replanner.confirmed(answer)
             growths = sorted([*growths, answer], key=lambda growth: -growth.gain)
     parts = [(one.call_weight, time_parts(one)) for one in plan.calls]
     return Bottleneck(
@@ -78,26 +78,26 @@ def advice(plan: PlanData) -> str:
     """
     if plan.method == "hooks":
         return ""
-    search = _Search(plan)
-    trials = list(search.memory())
-    search.share = _LOOK / max(1, len(trials))
+    replanner = _Replanner(plan)
+    trials = list(replanner.memory())
+    replanner.share = _LOOK / max(1, len(trials))
     with unwarned("balance=True"):  # the plan itself has warned
         best = max((trial() for trial in trials), key=lambda growth: growth.gain, default=None)
         if best is not None and best.gain > _WORTH * plan.weighted_makespan:
             narrowed = len(plan.graph.operations) <= _NARROWED
-            return (search.with_fewest_bytes(best, _ROUGH) if narrowed else best).saving
+            return (replanner.with_fewest_bytes(best, _ROUGH) if narrowed else best).saving
     text = "a quick look found no gain from more memory"
-    fastest = _fastest(search)
+    fastest = _fastest(replanner)
     return text if fastest is None else f"{text}; {fastest.saving}"
 
 
-def _fastest(search: _Search) -> Growth | None:
+def _fastest(replanner: _Replanner) -> Growth | None:
     """Return the link or device that saves most if it is twice as fast and nothing moves."""
-    now, growths = search.now, []
-    for resource, devices in search.faster():
-        topology = search.topology_with_faster(resource, devices)
+    now, growths = replanner.now, []
+    for resource, devices in replanner.faster():
+        topology = replanner.topology_with_faster(resource, devices)
         seconds = sum(
-            one.call_weight * call_seconds(one.graph, topology, one.schedule) for one in search.plan.calls
+            one.call_weight * call_seconds(one.graph, topology, one.schedule) for one in replanner.plan.calls
         )
         growths.append(Growth(resource, devices, (), increase=0, makespan=seconds, gain=now - seconds))
     useful = (growth for growth in growths if growth.gain > _WORTH * now)
@@ -115,7 +115,7 @@ class _Placements:
         return max(one.peak(key).nbytes for one in self.calls)
 
 
-class _Search:
+class _Replanner:
     """Plans again on other devices, as if no earlier plan had placed the weights.
 
     ``share`` is the share of a plan's effort that each trial takes.

@@ -21,7 +21,7 @@ MOST_MODULES = 100
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
+class _Box:
     name: str
     label: str
     stage: int
@@ -53,7 +53,7 @@ def to_dot(plan: PlanData) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _boxes(plan: PlanData) -> dict[str, _Node]:
+def _boxes(plan: PlanData) -> dict[str, _Box]:
     """Return operation -> its box, in the order of the stages."""
     operations = plan.graph.operations
     names = [(stage.index, name) for stage in plan.stages for name in stage.operations]
@@ -61,7 +61,7 @@ def _boxes(plan: PlanData) -> dict[str, _Node]:
         boxes = {}
         for stage, name in names:
             path = operations[name].module_path
-            boxes[name] = _Node(name, operations[name].target + (f"\n{path}" if path else ""), stage)
+            boxes[name] = _Box(name, operations[name].target + (f"\n{path}" if path else ""), stage)
         return boxes
     paths = {name: operations[name].module_path.split(".") for _, name in names}
     depth = max(map(len, paths.values()))
@@ -71,13 +71,13 @@ def _boxes(plan: PlanData) -> dict[str, _Node]:
     for stage, name in names:
         members.setdefault((stage, ".".join(paths[name][:depth])), []).append(name)
     return {
-        name: _Node(f"{stage}:{path}", f"{path or '(root)'}\n{count_text(len(inside), 'operation')}", stage)
+        name: _Box(f"{stage}:{path}", f"{path or '(root)'}\n{count_text(len(inside), 'operation')}", stage)
         for (stage, path), inside in members.items()
         for name in inside
     }
 
 
-def _stage(index: int, boxes: dict[str, _Node], colour: str) -> Iterator[str]:
+def _stage(index: int, boxes: dict[str, _Box], colour: str) -> Iterator[str]:
     yield f"    subgraph cluster_stage_{index} {{"
     yield f"      label={_quote(f'stage {index}')}; style=rounded; color=gray70;"
     fill = _quote(f"{colour}30")  # mostly transparent
@@ -86,9 +86,9 @@ def _stage(index: int, boxes: dict[str, _Node], colour: str) -> Iterator[str]:
     yield "    }"
 
 
-def _edges(plan: PlanData, boxes: dict[str, _Node]) -> Iterator[str]:
+def _edges(plan: PlanData, boxes: dict[str, _Box]) -> Iterator[str]:
     """Yield an edge for each connected pair of boxes; its bytes count each copied value once."""
-    passed: dict[tuple[_Node, _Node], set[str]] = {}
+    passed: dict[tuple[_Box, _Box], set[str]] = {}
     for maker, reader, values in plan.graph.edges():
         if maker in boxes and reader in boxes and boxes[maker] != boxes[reader]:
             passed.setdefault((boxes[maker], boxes[reader]), set()).update(values)

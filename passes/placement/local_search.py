@@ -19,7 +19,7 @@ from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
+class _RunMove:
     """Move operations ``start .. start + length - 1``, and those tied to them, to a device."""
 
     seconds: float
@@ -194,7 +194,7 @@ class LocalSearch:
 
     # -- moves ---------------------------------------------------------------------------------------
 
-    def _moves(self, sources: Bools | None = None) -> Iterator[_Move]:
+    def _moves(self, sources: Bools | None = None) -> Iterator[_RunMove]:
         """Yield moves of 1, 2, 4, ... operations, long ones to a neighbour's device, with compute seconds.
 
         ``sources`` is a (devices,) mask of the devices on which a move must start or end.
@@ -229,7 +229,7 @@ class LocalSearch:
                 else:
                     allowed &= (sources[first] | sources[last]) & (joins | (starts % length == 0))
                 for index in np.flatnonzero(allowed).tolist():
-                    yield _Move(float(seconds[index]), int(starts[index]), length, device)
+                    yield _RunMove(float(seconds[index]), int(starts[index]), length, device)
             length *= 2
 
     def _copy_seconds_by_operation(self) -> Floats:
@@ -246,7 +246,7 @@ class LocalSearch:
         total += np.bincount(made[made >= 0], seconds[made >= 0], arrays.count)
         return np.asarray(total)
 
-    def _operations_to_move(self, move: _Move) -> list[int]:
+    def _operations_to_move(self, move: _RunMove) -> list[int]:
         """Return the operations of a move's macro-operations that are not on its device yet."""
         units = dict.fromkeys(self.unit[move.start : move.start + move.length])
         return [
@@ -289,7 +289,7 @@ class LocalSearch:
             latency[d] + nbytes * per_byte[d] for d, count in enumerate(counts) if count and d != home
         )
 
-    def _try(self, move: _Move, accepts: Callable[[Floats], bool], max_added_seconds: float) -> bool:
+    def _try(self, move: _RunMove, accepts: Callable[[Floats], bool], max_added_seconds: float) -> bool:
         """Apply a move if it adds fewer seconds and its peaks are accepted; return whether it is applied."""
         operations = self._operations_to_move(move)
         if not operations or not np.isfinite(self.arrays.compute[move.device, operations]).all():

@@ -72,7 +72,7 @@ class Keeps(nn.Module):
 
 
 @torch.no_grad()
-def test_what_a_call_changes_is_as_the_model_changes_it() -> None:
+def test_changed_state_equals_eager() -> None:
     model = Keeps().eval()
     placed = graphplan.partition(copy.deepcopy(model), half_on_the_gpu(model), (X, [], {}))
     for _ in range(3):
@@ -242,7 +242,7 @@ def test_a_llama_generates_as_in_eager_mode(cache: str) -> None:
     assert torch.equal(placed.generate(ids, cache_implementation=cache, **options), expected)
 
 
-def test_a_training_step_with_streamed_weights_and_what_it_keeps() -> None:
+def test_training_step_with_streamed_weights() -> None:
     """BatchNorm's statistics change once a step; weights that stay on the CPU have their gradients there."""
 
     class Step(nn.Module):

@@ -103,7 +103,7 @@ def test_a_model_that_fits_is_on_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
-def test_what_does_not_fit_stays_on_the_cpu_and_says_so(share: float) -> None:
+def test_excess_weights_stay_on_the_cpu(share: float) -> None:
     model = Blocks().eval()
     placed = place_and_run(model, budgets_of(model, {0: share, "cpu": 4.0}), torch.randn(16, 2048))
     assert {p.device.type for p in placed.parameters()} == {"cpu", "cuda"}
@@ -422,7 +422,7 @@ def test_workspaces_of_libraries_have_room_beside_the_plan() -> None:
     assert spec.room <= free - workspace - (256 << 20)  # for what the driver takes later
 
 
-def test_a_budget_of_all_that_is_free_does_not_run_out() -> None:
+def test_budget_of_all_free_memory_suffices() -> None:
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info(0)[0]
@@ -452,7 +452,7 @@ class Kernels(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("share", [0.6, 1.5])
-def test_what_kernels_take_is_in_the_plan(share: float) -> None:
+def test_kernel_workspace_is_in_the_plan(share: float) -> None:
     model, x = Kernels().eval(), torch.randn(1, 3, 8, 8)
     expected = model(x)
     step = graphplan.plan(model, {0: "64GiB"}, (x,))
@@ -614,7 +614,7 @@ print(memory, torch.cuda.max_memory_allocated())
 """
 
 
-def test_the_workspaces_of_the_thread_of_a_backward_pass_have_room() -> None:
+def test_backward_thread_workspaces_have_room() -> None:
     """In a process whose threads have none yet."""
     taken = read_max_memory({0: 1 << 30}, grad=True)[0].taken
     code = STEPS.format(taken=taken)

@@ -55,14 +55,14 @@ def place_writes(graph: fx.Graph) -> None:
         _move([detach, write], set(_memories(write)))
 
 
-def _move(nodes: list[fx.Node], own: set[int]) -> None:
-    """Move nodes up to the last node that computes an input of theirs, or touches their ``own`` memory."""
+def _move(nodes: list[fx.Node], memory: set[int]) -> None:
+    """Move nodes up to the last node that computes an input of theirs, or touches their ``memory``."""
     inputs = {source for node in nodes for source in node.all_input_nodes}
     read = set(_memories(*inputs))
     last = nodes[0].prev
     while last.op != "placeholder" and last not in inputs:
         touched = _memories(last, *last.all_input_nodes)
-        if not own.isdisjoint(touched) or (_may_write(last) and not read.isdisjoint(touched)):
+        if not memory.isdisjoint(touched) or (_may_write(last) and not read.isdisjoint(touched)):
             break
         last = last.prev
     for node in reversed(nodes):

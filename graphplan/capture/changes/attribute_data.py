@@ -61,7 +61,7 @@ def data_in(name: str, value: Any, searched: set[int], model: set[int]) -> Data:
         model: ids of the model's modules, which are searched separately.
     """
     data = Data()
-    return data if _Search(data, searched, model).add(name, value) else Data()
+    return data if _ContentsCollector(data, searched, model).add(name, value) else Data()
 
 
 def plain_data(model: nn.Module) -> Iterator[tuple[Any, str, Data]]:
@@ -111,7 +111,7 @@ def is_container(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
+class _ContentsCollector:
     """Collects the contents of an attribute.
 
     Attributes:

@@ -77,10 +77,10 @@ def bound_by_classes(arrays: Arrays, incumbent_seconds: float, effort: Effort, *
 
     ``streaming``: whether weights may be streamed, and shared weights reside in CPU memory.
     """
-    return _Program(arrays, incumbent_seconds, streaming=streaming).solve(effort)
+    return _PlacementProgram(arrays, incumbent_seconds, streaming=streaming).solve(effort)
 
 
-class _Program:
+class _PlacementProgram:
     def __init__(self, arrays: Arrays, incumbent_seconds: float, *, streaming: bool) -> None:
         self.arrays, self.frontier = arrays, Frontier(arrays, streaming=streaming)
         self.scale = max(incumbent_seconds, 1e-12)

@@ -20,7 +20,7 @@ from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.folding import fold
-from graphplan.passes.placement.local_search import LocalSearch, _Move
+from graphplan.passes.placement.local_search import LocalSearch, _RunMove
 from graphplan.passes.placement.problem import Problem
 
 MIB = 1 << 20
@@ -230,7 +230,7 @@ def test_local_search_prices_gradients() -> None:
         devices = arrays.expand(random_units(arrays, draw))
         search = LocalSearch(arrays, devices, ample())
         first = draw.randrange(arrays.count)
-        operations, device = search._operations_to_move(_Move(0.0, first, draw.randrange(1, 6), 1)), 1
+        operations, device = search._operations_to_move(_RunMove(0.0, first, draw.randrange(1, 6), 1)), 1
         trial = devices.copy()
         trial[operations] = device
         expected = arrays.seconds(trial) - arrays.seconds(devices)
