@@ -968,7 +968,13 @@ def test_explain_shows_saved_bytes_and_recompute_seconds() -> None:
 def test_largest_batch_is_the_last_that_fits(size: int) -> None:
     with graphplan.simulate({0: size}) as machine, short_search():
         found = graphplan.largest_batch(
-            stack(), machine.max_memory, kwargs=batch(), most=16, train=True, optimizer=ADAMW, recompute=False
+            stack(),
+            machine.max_memory,
+            kwargs=batch(),
+            limit=16,
+            train=True,
+            optimizer=ADAMW,
+            recompute=False,
         )
         assert 8 <= found < 12  # 8 were planned for
 

@@ -18,7 +18,7 @@ from graphplan.passes.placement import driver, resident
 from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.bounds import symmetry
 from graphplan.passes.placement.bounds.label_dp import LabelSearchResult, search_labels
-from graphplan.passes.placement.bounds.milp import _Class, _Program, bound_by_classes
+from graphplan.passes.placement.bounds.milp import _Class, _PlacementProgram, bound_by_classes
 from graphplan.passes.placement.bounds.relaxation import Relaxation
 from graphplan.passes.placement.certificate import Bound, Solution, certify
 from graphplan.passes.placement.evaluate import Evaluation
@@ -101,9 +101,9 @@ def ignore_links_among_peers(patch: Patch) -> None:
 
 def ignore_own_weights(patch: Patch) -> None:
     """Operations of one clock and window are of one class, whatever weights only they read."""
-    group = _Program._group
+    group = _PlacementProgram._group
 
-    def ignoring(self: _Program, window: Ints) -> list[_Class]:
+    def ignoring(self: _PlacementProgram, window: Ints) -> list[_Class]:
         merged: dict[object, _Class] = {}
         for each in group(self, window):
             clock = self.frontier.clock[:, each.units[0]].tobytes()
@@ -113,7 +113,7 @@ def ignore_own_weights(patch: Patch) -> None:
             merged[key] = replace(each if known is None else known, units=units)
         return list(merged.values())
 
-    patch.setattr(_Program, "_group", ignoring)
+    patch.setattr(_PlacementProgram, "_group", ignoring)
 
 
 def near_pair() -> Problem:

@@ -27,7 +27,7 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.bounds import linear_program, milp
-from graphplan.passes.placement.bounds.milp import _Program, bound_by_classes
+from graphplan.passes.placement.bounds.milp import _PlacementProgram, bound_by_classes
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import assign_weights
@@ -108,7 +108,7 @@ def test_streaming_bound_holds_for_random_placements(size: str) -> None:
 
 
 def classes_of(problem: Problem, *, streaming: bool = False) -> list[tuple[int, ...]]:
-    return [c.units for c in _Program(Arrays(problem), 1.0, streaming=streaming).classes]
+    return [c.units for c in _PlacementProgram(Arrays(problem), 1.0, streaming=streaming).classes]
 
 
 def two_weights(*sizes: tuple[int, int]) -> Graph:
@@ -215,7 +215,7 @@ def test_identical_gpus_are_grouped_unless_links_differ() -> None:
 
     def groups(topology: Topology) -> list[list[int]]:
         with steered(milp, milp_variables=1):
-            program = _Program(Arrays(Problem(graph, topology, CPU)), 1.0, streaming=False)
+            program = _PlacementProgram(Arrays(Problem(graph, topology, CPU)), 1.0, streaming=False)
             return [group.devices for group in program.groups]
 
     assert groups(equal_cards(8)) == [list(range(8))]
