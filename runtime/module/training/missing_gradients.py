@@ -4,12 +4,21 @@ Its results require none, as under ``torch.no_grad()``, and torch's error at ``b
 The signs of a backward pass are: an input requires gradients, ``train()`` was called on the placed module, or
 a forward pass in training mode returns a loss. Training mode alone is not a sign: new modules are in it, and
 are often run only for their results.
+
+If the loss depends on parameters of another model too, ``backward()`` succeeds. The sign is then an optimizer
+that steps over parameters of the placed module, none of which has a gradient after a call.
 """
 
 from __future__ import annotations
 
+from threading import Lock
+from typing import Any
+from weakref import WeakSet
+
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from graphplan._compat.torch import in_grad_transform
 from graphplan.errors import PlanError
@@ -20,6 +29,10 @@ from graphplan.warnings import warn
 
 _NONE = "the results of a model that was placed without gradients have none"
 _WRITE = "give partition train=True, which plans the whole step, or grad=True"
+_UNCHANGED = (
+    f"{_NONE}: this optimizer holds parameters of {{}}, and changes none of them. To train them, {_WRITE}; "
+    "or leave them out of the optimizer"
+)
 _TRANSFORMED = "torch.func would take them for zero: give partition grad=True"
 
 
@@ -43,6 +56,7 @@ def warn_of_missing_gradients(
 
     ``plan`` is None if the call runs module by module.
     """
+    _STEP_HOOK.record_call(module)
     inputs = (*request.args, *request.kwargs.values())
     if any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs):
         why = "an input requires them"
@@ -55,7 +69,7 @@ def warn_of_missing_gradients(
     else:
         return
     state.warned_of_gradients = True
-    warn(f"{_NONE}, and {why}: backward() will fail. To train, {_WRITE}")
+    warn(f"{_NONE}, and {why}: backward() will fail, or change none of its parameters. To train, {_WRITE}")
 
 
 def _returns_loss(plan: PlanData) -> bool:
@@ -65,3 +79,44 @@ def _returns_loss(plan: PlanData) -> bool:
         value is not None and value.is_tensor and value.shape == () and "float" in value.dtype
         for value in results
     )
+
+
+class _StepHook:
+    """A step hook of all optimizers, which warns of modules whose parameters no gradient has reached.
+
+    ``called`` are the modules called with gradients enabled since the last step over their parameters.
+    """
+
+    def __init__(self) -> None:
+        self.called = WeakSet[nn.Module]()
+        self.registered = False
+        self.lock = Lock()  # one thread may train while another calls
+
+    def record_call(self, module: nn.Module) -> None:
+        """Record a call of a module that was placed without gradients."""
+        with self.lock:
+            if not self.registered:
+                register_optimizer_step_pre_hook(self)
+                self.registered = True
+            self.called.add(module)
+
+    def __call__(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Warn once of each called module; called by ``register_optimizer_step_pre_hook``."""
+        with self.lock:
+            modules = list(self.called)
+        if not modules:
+            return
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for module in modules:
+            trainable = (parameter for parameter in module.parameters() if parameter.requires_grad)
+            first = next(trainable, None)  # alone, since most optimizers hold all parameters or none
+            if first is None or id(first) not in held:
+                continue
+            with self.lock:
+                self.called.discard(module)
+            if first.grad is None and all(parameter.grad is None for parameter in trainable):
+                vars(module)["_graphplan"].warned_of_gradients = True
+                warn(_UNCHANGED.format(type(module).__name__))
+
+
+_STEP_HOOK = _StepHook()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -100,6 +102,58 @@ def test_inference_calls_do_not_warn() -> None:
         quiet(placed, **INPUTS)
     frozen = graphplan.partition(Scored().requires_grad_(False), CPU, kwargs=INPUTS)
     quiet(frozen.train(), **INPUTS)
+
+
+def steps(placed: nn.Module, head: nn.Module, optimizer: torch.optim.Optimizer, count: int = 2) -> None:
+    for _ in range(count):
+        head(placed(x=X)["logits"]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_step_over_parameters_without_gradients_warns_once(training: bool) -> None:
+    placed, head = graphplan.partition(Scored().train(training), CPU, kwargs={"x": X}), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD([*placed.parameters(), *head.parameters()], lr=0.1)
+    with pytest.warns(graphplan.GraphplanWarning, match="of Scored, and changes none.*train=True") as caught:
+        steps(placed, head, optimizer)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_step_after_another_optimizer_warns() -> None:
+    placed, head = graphplan.partition(Scored(), CPU, kwargs={"x": X}), nn.Linear(4, 1)
+    own = torch.optim.SGD(placed.parameters(), lr=0.1)
+    head(placed(x=X)["logits"]).sum().backward()
+    torch.optim.SGD(head.parameters(), lr=0.1).step()
+    with pytest.warns(graphplan.GraphplanWarning, match="changes none"):
+        own.step()
+
+
+def test_steps_that_need_no_gradients_do_not_warn() -> None:
+    placed, head = graphplan.partition(Scored(), CPU, kwargs={"x": X}), nn.Linear(4, 1)
+    both = torch.optim.SGD([*placed.parameters(), *head.parameters()], lr=0.1)
+    trained = graphplan.partition(Scored(), CPU, kwargs={"x": X}, grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.no_grad():
+            placed(x=X)
+        both.step()
+        placed(x=X)
+        placed.head.weight.square().sum().backward()  # a penalty
+        both.step()
+        steps(placed, head, torch.optim.SGD(head.parameters(), lr=0.1))  # a reference model
+        steps(placed.requires_grad_(False), head, both)
+        steps(trained, head, torch.optim.SGD([*trained.parameters(), *head.parameters()], lr=0.1))
+
+
+def test_called_model_is_freed() -> None:
+    placed = graphplan.partition(Scored(), CPU, kwargs={"x": X})
+    placed(x=X)
+    reference = weakref.ref(placed)
+    del placed
+    gc.collect()
+    assert reference() is None
 
 
 @pytest.mark.parametrize("how", ["grad", "train"])
