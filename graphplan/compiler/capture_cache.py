@@ -16,7 +16,7 @@ from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
 from graphplan.capture.sizes.decided_sizes import EquatedSizeError
-from graphplan.capture.sizes.size_limits import bounded
+from graphplan.capture.sizes.size_limits import bounded, exceeds_slightly
 from graphplan.capture.structure import reachable
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracing import capture
@@ -78,6 +78,10 @@ class Captures:
         kinds = self.model_copy.device_types
         known.annotators.append(Annotator(bound, self.model_copy.weights, kinds, self.bench))
         return known.annotators[-1]
+
+    def grows_by_steps(self, call: BoundCall) -> bool:
+        """Whether a call is a few tokens larger than one before: the next one is likely larger still."""
+        return any(exceeds_slightly(call, one.capture) for one in self.traced(call).annotators)
 
     def adopt(self, annotator: Annotator) -> None:
         """Serve calls of its signature with a capture that was made elsewhere, such as a stage's."""

@@ -55,6 +55,7 @@ _SETTLED = ", with the weights where they are"  # ends the proof of a bound for 
 _NOTICED = 1e-3  # seconds: for a shorter call, no warning says that it is slow
 _WORTH = 2.0  # a plan for larger sizes, which are likely next, may be so many times as slow as one without
 AHEAD = (1.0, 0.25)  # how far to plan ahead for later sizes, as far as there is room
+_MIN_AHEAD = 1 / 32  # while sizes grow by steps
 _PLACED = (
     "\nEarlier plans of this model have placed the weights. To leave room for these inputs ({}), give "
     "partition {}"
@@ -132,13 +133,14 @@ class Compiler:
         """Capture, annotate and place a call, for larger sizes if the options say so.
 
         ``aheads`` are as for captures, tried in order until there is room. By default a first call is planned
-        for its own sizes, a later one for larger sizes if there is room and the plan is fast.
-        ``caller_retries`` is as in :class:`Limits`.
+        for its own sizes, a later one for larger sizes if there is room, and if the plan is fast or sizes
+        grow by steps. ``caller_retries`` is as in :class:`Limits`.
         """
         placed = self.homes is not None
         *larger, last = aheads or ((*AHEAD, 0.0) if placed else (0.0,))
-        plan_ahead = self._plan_ahead(call, larger)
-        if plan_ahead is not None and (last or not placed or slowness(plan_ahead.plan) <= _WORTH):
+        grows = not last and placed and self.captures.grows_by_steps(call)
+        plan_ahead = self._plan_growing(call) if grows else self._plan_ahead(call, larger)
+        if plan_ahead is not None and (last or grows or not placed or slowness(plan_ahead.plan) <= _WORTH):
             return plan_ahead
         annotator = self.captures.annotated(call, last)
         if plan_ahead is not None and plan_ahead.capture.signature == annotator.capture.signature:
@@ -154,9 +156,7 @@ class Compiler:
                 advice = _SIZED if self.options.training is None else _TRAINED
                 error.args = (f"{error}{_PLACED.format(shapes_text(call), advice)}",)
             raise
-        if plan_ahead is None:
-            return planned
-        return planned if _WORTH * slowness(planned.plan) < slowness(plan_ahead.plan) else plan_ahead
+        return _preferred(planned, plan_ahead)
 
     def _plan_ahead(self, call: BoundCall, aheads: Sequence[float]) -> Planned | None:
         """Return the plan for the first of these larger sizes for which there is room; None for no room."""
@@ -166,6 +166,23 @@ class Compiler:
                 with suppress(InfeasibleError):
                     return self._place_alone(annotator, call, caller_retries=True)
         return None
+
+    def _plan_growing(self, call: BoundCall) -> Planned | None:
+        """Return a plan for larger sizes, where the next calls are likely larger by a few tokens; or None.
+
+        One for this call alone would serve no other. If a plan is slow, smaller steps ahead are tried too.
+        """
+        best, tried = None, set[int]()
+        for ahead in (*AHEAD, _MIN_AHEAD):
+            annotator = self.captures.annotated(call, ahead)
+            if id(annotator) in tried or self.committed.lacks_room(annotator.capture):
+                continue
+            tried.add(id(annotator))
+            with suppress(InfeasibleError):
+                best = _preferred(self._place_alone(annotator, call, caller_retries=True), best)
+                if slowness(best.plan) <= _WORTH:
+                    break
+        return best
 
     def _place_alone(self, annotator: Annotator, call: BoundCall, *, caller_retries: bool) -> Planned:
         """Place a call by itself; remember its sizes if there is no room for them."""
@@ -301,6 +318,13 @@ class Compiler:
         for choice in choices:
             _refuse_shared(choice.problem.graph, self.model_copy, placed=self.homes is not None)
         return [Planned(one.member.annotator.capture, plan_of(one), one.member.call) for one in choices]
+
+
+def _preferred(planned: Planned, roomier: Planned | None) -> Planned:
+    """Return the roomier plan, unless there is none or the other is faster by more than ``_WORTH``."""
+    if roomier is None or _WORTH * slowness(planned.plan) < slowness(roomier.plan):
+        return planned
+    return roomier
 
 
 def check_budgets(choices: list[Choice]) -> list[Choice]:

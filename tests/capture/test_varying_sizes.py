@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from builders import largest_difference
+from shortcuts import short_search
 from torch import nn
 from torch.nn import functional
 from versions import needs
@@ -626,3 +627,39 @@ def test_branching_model_without_integers_is_not_retraced(traces: list[int]) -> 
     with pytest.raises(graphplan.NoGraphError, match=r"torch\.cond"):
         graphplan.plan(ByItsResults(), LARGE, (torch.randn(3, 8),))
     assert len(traces) == 2  # with sizes that vary, and without
+
+
+class Decoder(nn.Module):
+    """Attention over keys and values that the caller passes back as a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, 32), nn.Linear(32, 40)
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor, past: Any = None) -> tuple[torch.Tensor, Any]:
+        x = self.embed(ids)
+        keys, values = self.key(x), self.value(x)
+        if past is not None:
+            keys, values = torch.cat([past[0], keys], 1), torch.cat([past[1], values], 1)
+        scores = self.query(x) @ keys.transpose(1, 2)
+        return self.head(x + scores.softmax(-1) @ values), (keys, values)
+
+
+@torch.no_grad()
+def decoded(model: nn.Module, ids: torch.Tensor, count: int) -> torch.Tensor:
+    past, tokens = None, [ids]
+    for _ in range(count):
+        logits, past = model(tokens[-1], past)
+        tokens.append(logits[:, -1:].argmax(-1))
+    return torch.cat(tokens, 1)
+
+
+def test_decoding_over_tuples_is_planned_ahead_with_little_memory() -> None:
+    torch.manual_seed(0)
+    model, ids = Decoder().eval(), torch.randint(0, 40, (2, 5))
+    budget = {0: "48KiB", 1: "48KiB", "cpu": "1GiB"}
+    with short_search(), graphplan.simulate(budget) as machine:
+        placed: Any = graphplan.partition(model, machine.max_memory, (ids,))
+        assert torch.equal(decoded(placed, ids, 10), decoded(model, ids, 10))
+        assert len(placed.plans) <= 3

@@ -119,6 +119,23 @@ def bounded(
     return replace(capture, signature=signature, sizes=with_data_sizes(capture.graph, bounds))
 
 
+def exceeds_slightly(call: BoundCall, capture: Capture) -> bool:
+    """Whether a call exceeds the bounds of a capture by a few tokens, as a text that grows does."""
+    growth = {BATCH: 0, LENGTH: 0, SIZE: 0}
+    for current, leaf, roles in zip(call.leaves, capture.signature.leaves, capture.roles, strict=True):
+        for axis, role in roles.items():
+            growth[role] = max(growth[role], _size(current, axis) - _high(leaf, axis))
+    return not growth[BATCH] and 0 < max(growth.values()) <= _MIN_GROWTH
+
+
+def _high(leaf: object, axis: int) -> int:
+    """Return the largest size that a signature's leaf allows along an axis."""
+    if isinstance(leaf, CounterLeaf):
+        return leaf.high
+    bounds = leaf.ranges[axis] if isinstance(leaf, TensorLeaf) and axis < len(leaf.ranges) else None
+    return UNBOUNDED if bounds is None else bounds[1]
+
+
 def _added(capture: Capture, call: BoundCall, growth: int) -> list[TensorLeaf | None]:
     """Return the leaves that the exporter adds to a call, with sizes that may grow as the call's own do."""
     leaves = capture.signature.traced(call).leaves

@@ -229,7 +229,7 @@ def test_weights_are_copied_before_their_hooks_change_them() -> None:
     eager, x, done = Products(), torch.randn(4, 8), list[str]()
 
     class Waited(Queues):
-        def wait(self, event: Any) -> None:
+        def synchronize_event(self, event: Any) -> None:
             done.append("waited")
 
     def step(weight: torch.Tensor) -> None:
