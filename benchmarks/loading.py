@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import graphplan
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.runtime.checkpoint.checkpoint_files import read_checkpoint
-from graphplan.runtime.weights.storage import Layout, place_model
+from graphplan.runtime.weights.storage import WeightLayout, place_model
 
 T = TypeVar("T")
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
@@ -80,7 +80,7 @@ class Task:
         source = read_checkpoint(self.model, self.weights, self.folder, strict=True)
         names = frozenset(self.weights.tensors)
         in_files = names if mapped else frozenset[str]()
-        layout = Layout(dict.fromkeys(names, torch.device("cpu")), mapped=in_files)
+        layout = WeightLayout(dict.fromkeys(names, torch.device("cpu")), mapped=in_files)
         return place_model(self.model, self.weights, layout, source=source)[0]
 
 
