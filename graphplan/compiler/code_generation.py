@@ -70,6 +70,7 @@ def lower_planned(
         host=torch_devices(plan.schedule, topology)[plan.schedule.host],
         out_spec=captured.out_spec,
         modes=modes,
+        trace=captured.module,
         backward=backward,
         accumulates=options.training is None or options.training.accumulates,
     )

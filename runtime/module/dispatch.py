@@ -30,10 +30,15 @@ from graphplan.warnings import warn
 logger = logging.getLogger("graphplan")
 
 _MANY = 8  # as many compilations as torch.compile allows by default
-_MANY_PROGRAMS = (
+_MANY_GRAPHS = (
     f"{_MANY} graphs have been traced for one model, the last for this reason: {{}}. Sizes, or an argument "
     "that is not a tensor (a float, a string, how long a list is), change from one forward pass to the next. "
     "Pass tensors, or dynamic_shapes; make no text of a size in forward(). Each reason is logged at INFO"
+)
+_MANY_PLANS = (
+    f"one model has been planned {_MANY} times more for larger inputs, the last for this reason: {{}}. Give "
+    "partition max_batch and max_length, or the largest inputs as its example, so that one plan serves all. "
+    "Each reason is logged at INFO"
 )
 _MAX_PROGRAMS = 256  # each with its plan and its code
 _FULL = (
@@ -46,7 +51,7 @@ _HOOKED = (
     "removed, the model runs module by module, each where its weights reside, which is slower"
 )
 _MOST_GRAPHS = 8  # of one structure, for different values at branches; torch.compile has the same limit
-_MANY_GRAPHS = (
+_MANY_BRANCHES = (
     "the code branches on values of weights or of integer inputs, which differ from one forward pass to the "
     f"next: {_MOST_GRAPHS} graphs have been traced for inputs of one structure. Branch on a comparison of "
     "tensors, not on a number read from one: self.count > 100 has two results, int(self.count) > 100 has "
@@ -252,7 +257,7 @@ class _ProgramSearch:
             if state.refused is not None and self.modes.step is None:
                 self._require_few_graphs()
             why = self._why_another()
-            logger.info("tracing another graph of %s: %s", type(self.module).__name__, why)
+            logger.info("planning another call of %s: %s", type(self.module).__name__, why)
             barely, values = not state.may_move(call), state.guard.values
             weights = weights_now(self.module)
             state.programs.append(state.compile(call, self.modes, values, weights, barely=barely))
@@ -268,9 +273,17 @@ class _ProgramSearch:
                 raise PlaceAgain from error
             return self.run_modular_from_now_on()
         share_prefetch_buffers(state.programs)
-        if len(state.programs) == _MANY:
-            warn(_MANY_PROGRAMS.format(why))
+        self._warn_of_many(why)
         return len(state.programs) - 1
+
+    def _warn_of_many(self, why: str) -> None:
+        """Warn once of many graphs, and once of many plans of graphs that were traced before."""
+        *before, latest = [program.trace for program in self.state.programs]
+        is_new, graphs = latest not in before, len({*before, latest})
+        if is_new and graphs == _MANY:
+            warn(_MANY_GRAPHS.format(why))
+        elif not is_new and len(before) + 1 - graphs == _MANY:
+            warn(_MANY_PLANS.format(why))
 
     def _why_another(self) -> str:
         """Return why the latest graph of this entry and mode does not serve the call."""
@@ -287,7 +300,7 @@ class _ProgramSearch:
             p.signature.spec == call.spec and branched_on_other_values(p.signature, call) for p in like
         )
         if max(by_weights, by_inputs) >= _MOST_GRAPHS:
-            raise NoGraphError(_MANY_GRAPHS)
+            raise NoGraphError(_MANY_BRANCHES)
 
     def _positions(self, names: Sequence[str]) -> tuple[tuple[str, int | str], ...]:
         """Return (name, its position, or its keyword) of each of these arguments."""

@@ -71,6 +71,7 @@ class Program:
         constant_attributes: constant -> attribute of the model that holds it, such as ``"model.offset"``,
             and whose present values the constant must have; None if the trace branched on values.
         branches: branches of the model's code that were decided by weights in the trace.
+        trace: the trace; programs for other sizes may have the same.
         attributes: name -> module that the code calls: a graph of a control-flow operation, a stage.
         inputs: for each placeholder, the index of its leaf.
         on_host: indices of the placeholders that are read on ``host``, without a move.
@@ -98,6 +99,7 @@ class Program:
     host: torch.device
     out_spec: pytree.TreeSpec
     modes: Modes
+    trace: fx.GraphModule
     cache_tensors: tuple[CacheTensor, ...] = ()
     changed_names: tuple[str, ...] = ()
     entry: str = ""

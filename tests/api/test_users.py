@@ -168,7 +168,19 @@ def test_many_structures_warn_once(caplog: pytest.LogCaptureFixture) -> None:
             placed(torch.ones(2), str(i))
     (many,) = [str(w.message) for w in caught if "graphs have been traced" in str(w.message)]
     assert "by is '6', not '5'" in many
-    assert "tracing another graph of Scaled: by is '9', not '8'" in caplog.messages
+    assert "planning another call of Scaled: by is '9', not '8'" in caplog.messages
+
+
+def test_many_plans_of_one_graph_warn_of_limits() -> None:
+    placed = graphplan.partition(nn.Linear(8, 8), {"cpu": "1GiB"}, (torch.ones(2, 8),))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for exponent in range(1, 11):
+            placed(torch.ones(2**exponent + 1, 8))
+    (message,) = [str(one.message) for one in caught]
+    assert "planned 8 times more for larger inputs" in message
+    assert "input has size 257 along dimension 0" in message
+    assert "max_batch and max_length" in message
 
 
 # -- forward, hooks, modes ------------------------------------------------------------------------------
