@@ -151,10 +151,23 @@ class RankBuilder:
         last = len(self.plan.stages) - 1
         return [
             RankStage.place(
-                index, self.plan.stages[index], cut, machine, options, self.source, after=last - index
+                index,
+                self.plan.stages[index],
+                cut,
+                machine,
+                options,
+                self.source,
+                after=last - index,
+                shared=self._shared_by(index),
             )
             for index, cut in cuts.items()
         ]
+
+    def _shared_by(self, index: int) -> frozenset[str]:
+        """Return the weights of a stage that other stages read too."""
+        read = [stage.plan.graph.weights.keys() for stage in self.plan.stages]
+        others = set().union(*read[:index], *read[index + 1 :])
+        return frozenset(read[index] & others)
 
     def prepare(self, micro: BoundCall, call_key: CallKey) -> ClusterCall:
         """Return how to run calls with this key; all ranks call it at once. New sizes are traced.
@@ -240,13 +253,12 @@ class RankBuilder:
         self, annotator: Annotator, wires: Wires, inputs: Mapping[str, Any], call_key: CallKey
     ) -> _RankCut:
         """Cut a call into stages, and let this rank's placed stages serve it."""
-        rank, trains = dist.get_rank(), call_key.trains and self.cluster.flight.train
+        trains = call_key.trains and self.cluster.flight.train
         boundaries = Boundaries(annotator.graph(), call_key.caches_stay)
         positions = self._positions(boundaries)
         crossing = tuple(name for position in positions[1:-1] for name in boundaries.crossing(position))
         weights, flight = self.request.model_copy.weights, self.cluster.flight
         trained = wires.trained if trains else frozenset[str]()
-        shared = {name for name, ranks in self._shared_parameters().items() if rank in ranks}
         sources = []
         for stage in self.stages:
             span = positions[stage.index], positions[stage.index + 1]
@@ -258,7 +270,7 @@ class RankBuilder:
                 trained,
                 self._trace(annotator, caches_stay=call_key.caches_stay),
             )
-            sources.append(stage.serve(cut, wires, inputs, flight, shared, trains=trains))
+            sources.append(stage.serve(cut, wires, inputs, flight, trains=trains))
         return _RankCut(tuple(sources), crossing)
 
     def _positions(self, boundaries: Boundaries) -> list[int]:

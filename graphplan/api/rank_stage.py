@@ -11,8 +11,14 @@ from torch import nn
 from graphplan.analysis.plan import Plan
 from graphplan.api.placer import Placer
 from graphplan.compiler.cluster.cluster_call import Wires
-from graphplan.compiler.cluster.stage_compiler import StageSource, buffer_bytes, with_buffers, withholding
-from graphplan.compiler.cluster.stage_step import Kept, plan_step, with_step
+from graphplan.compiler.cluster.stage_compiler import (
+    StageSource,
+    buffer_bytes,
+    summing_bytes,
+    with_buffers,
+    withholding,
+)
+from graphplan.compiler.cluster.stage_step import in_pipeline, with_step
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.max_memory import require_present
@@ -21,7 +27,6 @@ from graphplan.errors import InfeasibleError
 from graphplan.ir.cluster.flight import Flight
 from graphplan.ir.cluster.machine_stage import MachineStage
 from graphplan.passes.pipeline.cut_capture import results_of
-from graphplan.passes.placement.params import Limits
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.distributed.stage_runner import make_ready
 
@@ -55,10 +60,15 @@ class RankStage:
         source: Checkpoint | None,
         *,
         after: int,
+        shared: Set[str],
     ) -> RankStage:
-        """Return a stage, placed as planned over the devices of its machine; ``after`` stages follow it."""
+        """Return a stage, placed as planned over the devices of its machine.
+
+        ``after`` stages follow it; other stages read the parameters ``shared`` too.
+        """
         devices = withholding(machine, stage.beside_bytes)
-        topology = withholding(with_buffers(devices, stage.buffer_bytes), stage.kept_bytes)
+        topology = with_buffers(devices, stage.buffer_bytes)
+        options = in_pipeline(options, stage.plan.graph.in_flight, shared)
         require_present(topology)
         if options.training is not None:
             cut = with_step(cut)
@@ -74,7 +84,6 @@ class RankStage:
         wires: Wires,
         inputs: Mapping[str, Any],
         flight: Flight,
-        shared: Set[str],
         *,
         trains: bool,
     ) -> StageSource:
@@ -85,7 +94,6 @@ class RankStage:
             wires: the tensors on the network in it.
             inputs: the model's inputs in it by name.
             flight: the microbatches and their schedule.
-            shared: parameters that other ranks read too.
             trains: whether the call is a planned training step.
 
         Raises:
@@ -103,7 +111,7 @@ class RankStage:
         cut.adopt_in(self.compiler)
         try:
             if cut.step is not None:
-                self._withhold(cut, wires, values, flight, shared)
+                self.compiler.topology = self._with_buffers(cut, wires, flight)
             make_ready(self.placed, values, cut.cut.trace, trains=trains)
         except InfeasibleError:
             cut.drop_from(self.compiler)
@@ -119,20 +127,12 @@ class RankStage:
         call = cut.example(values=values)
         return cut.step is not None and any(step.signature.mismatch(call) is None for step in steps)
 
-    def _withhold(
-        self, cut: StageSource, wires: Wires, values: Sequence[Any], flight: Flight, shared: Set[str]
-    ) -> None:
-        """Withhold memory from the compiler for the other microbatches in flight in a training step."""
-        compiler = self.compiler
+    def _with_buffers(self, cut: StageSource, wires: Wires, flight: Flight) -> Topology:
+        """Return the machine with memory withheld for the network buffers of a training step."""
         names = cut.cut.received, cut.cut.sent, results_of(wires.capture, caches_stay=False)
         received, sent, results = (sum(map(wires.nbytes, each)) for each in names)
         buffers = buffer_bytes(received, sent, results, flight, last=not self.after)
-        machine = with_buffers(self.machine, buffers)
-
-        def plan_withholding(others: Kept) -> Plan:
-            compiler.topology = withholding(machine, others)
-            return compiler.plan(cut.example(values=values)).plan
-
-        limits = Limits.within(compiler.options.time_limit)
-        step_plan = plan_step(plan_withholding, flight.kept_microbatches(self.after) - 1, shared, limits)
-        compiler.topology = withholding(machine, step_plan.withheld)
+        training, weights = self.compiler.options.training, cut.model_copy.weights.tensors
+        shared = frozenset() if training is None else training.shared & weights.keys()
+        gradients = (weights[name].nbytes for name in shared)
+        return with_buffers(self.machine, buffers + summing_bytes(self.machine, gradients))

@@ -28,6 +28,9 @@ class Training:
         recompute: whether the backward pass may recompute parts of the forward pass.
         offload_activations: whether saved activations may wait for the backward pass in CPU memory.
         accumulates: whether parameters may have gradients already when a call begins.
+        in_flight: in a pipeline, the most microbatches in flight in this stage.
+        shared: parameters that other stages read too: their gradients of a batch are summed over the stages
+            before they are added to earlier ones.
     """
 
     optimizer: Mapping[str, OptimizerMemory] = field(default_factory=dict)
@@ -36,6 +39,8 @@ class Training:
     recompute: bool = True
     offload_activations: bool = True
     accumulates: bool = True
+    in_flight: int = 1
+    shared: frozenset[str] = frozenset()
 
     @property
     def differentiation(self) -> Differentiation:
@@ -65,13 +70,15 @@ class Training:
         values = [
             replace(value, stays=True) if value.name in in_place else value for value in graph.values.values()
         ]
-        return graph.changed(weights=weights, values=values)
+        in_flight = 1 if capture.step is None else self.in_flight
+        return graph.changed(weights=weights, values=values, in_flight=in_flight)
 
     def _held(self, weight: Weight, *, steps: bool, gradient: bool) -> Weight:
         memory = self.optimizer.get(weight.name, OptimizerMemory())
+        gradients = (1 + (steps and weight.name in self.shared)) * gradient
         return replace(
             weight,
-            beside=(*([weight.nbytes] if gradient else []), *memory.state),
+            beside=(*[weight.nbytes] * gradients, *memory.state),
             step_bytes=memory.step,
             together_bytes=memory.together,
             step_traffic=memory.traffic if steps else 0,

@@ -34,6 +34,7 @@ _FIELD_TYPES: dict[str, Any] = {
     "outputs": tuple[str, ...],
     "together": tuple[frozenset[str], ...],
     "shapes_known": bool,
+    "in_flight": int,
 }
 """Field of a graph as plain data -> its type."""
 
@@ -53,6 +54,7 @@ class Graph:
         outputs: names of the values or weights that are returned, in order.
         together: sets of operations that must share a device, since one writes memory that others read.
         shapes_known: False if activations could not be measured; they count as 0 bytes then.
+        in_flight: in a pipeline, the most microbatches that have run forward, but not yet backward.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Graph:
         together: Iterable[frozenset[str]] = (),
         *,
         shapes_known: bool = True,
+        in_flight: int = 1,
     ) -> None:
         self.operations = {operation.name: operation for operation in operations}
         self.values = {value.name: value for value in values}
@@ -73,6 +76,7 @@ class Graph:
         self.outputs = tuple(outputs)
         self.together = tuple(sorted(together, key=sorted))
         self.shapes_known = shapes_known
+        self.in_flight = in_flight
         self._workspaces: dict[str, dict[str, int]] = {}
         self.producer = {v: op.name for op in self.operations.values() for v in op.outputs}
         users: dict[str, list[str]] = defaultdict(list)
@@ -107,10 +111,10 @@ class Graph:
             nx.add_path(ties, sorted(names))
         return self.changed(together=[frozenset(t) for t in nx.connected_components(ties) if len(t) > 1])
 
-    def changed(self, **parts: Iterable[Any]) -> Graph:
-        """Return the same graph with other ``operations``, ``values``, ``weights`` or ``together``."""
+    def changed(self, **parts: Any) -> Graph:
+        """Return the graph with other operations, values, weights, ``together`` or ``in_flight``."""
         current = {name: getattr(self, name).values() for name in ("operations", "values", "weights")}
-        given: dict[str, Any] = {**current, "together": self.together, **parts}
+        given: dict[str, Any] = {**current, "together": self.together, "in_flight": self.in_flight, **parts}
         return Graph(**given, inputs=self.inputs, outputs=self.outputs, shapes_known=self.shapes_known)
 
     @cached_property
@@ -373,6 +377,7 @@ class Graph:
             "outputs": list(self.outputs),
             "together": [sorted(group) for group in self.together],
             "shapes_known": self.shapes_known,
+            "in_flight": self.in_flight,
         }
 
     @classmethod

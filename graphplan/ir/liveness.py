@@ -6,7 +6,8 @@ of the running operation. A view shares its base's storage and adds none. The ca
 caller's device throughout. In training, a weight's gradient and optimizer state are there as long as the
 weight; the optimizer's update comes after all steps of the schedule. Weights on disk use the system's page
 cache and none of the CPU's budget, except for the buffers through which they pass to an accelerator. A part
-of a sliced weight takes bytes where the whole resides, and again where a copy of it resides.
+of a sliced weight takes bytes where the whole resides, and again where a copy of it resides. In a pipeline,
+other microbatches in flight hold the values that their forward passes have saved, at each step.
 """
 
 from __future__ import annotations
@@ -115,10 +116,13 @@ class _Sweep:
             if isinstance(step, Run) and not operations[step.operation].backward
         ]
         last = max(forward, default=-1)
+        steps = self.schedule.steps
+        returns = {i for i, step in enumerate(steps) if isinstance(step, Move) and step.kind == "output"}
         returned = {self.storage[host].get(name) for name in self.graph.outputs}
         saved: dict[DeviceKey, int] = defaultdict(int)
         for number, device in enumerate(self.device):
-            if self.born[number] <= last < self.last_use[number] and number not in returned:
+            is_freed = self.last_use[number] in returns or number in returned
+            if self.born[number] <= last < self.last_use[number] and not is_freed:
                 saved[device] += self.nbytes[number]
         return dict(saved)
 
@@ -255,6 +259,10 @@ class _Sweep:
         active = np.array([number_of[_device_of(step)] for step in steps], dtype=np.int64)
         at = np.arange(len(steps))
         live[active, at] += self._workspaces()
+        if self.graph.in_flight > 1:
+            saved = self.saved()
+            others = np.array([saved.get(key, 0) for key in number_of])
+            live += (self.graph.in_flight - 1) * others[:, None]
         acting = np.zeros(live.shape)  # bytes grow only at a device's own steps, so its peak is at one
         acting[active, at] = live[active, at]
         highest = acting.argmax(axis=1) if steps else np.zeros(count, dtype=np.int64)  # the first of equals

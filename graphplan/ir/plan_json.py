@@ -13,7 +13,7 @@ from graphplan.versioned_json import Format, decode, decode_fields, encode, enco
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
-PLAN_FORMAT = Format("graphplan.plan", 4, "plan")
+PLAN_FORMAT = Format("graphplan.plan", 5, "plan")
 _FIELDS = fields_but(PlanData, "graph", "schedule", "others")
 _STEPS: dict[str, type[Step]] = {kind.__name__.lower(): kind for kind in (Run, Move, Load, Wait, Release)}
 

@@ -357,6 +357,12 @@ class Arrays:
         return np.array(items, dtype=np.int64)
 
     @cached_property
+    def _returned(self) -> Ints:
+        """Instances of results that wait for the caller on its device."""
+        items = [self.item_of[name] for name in self.graph.outputs if name in self.item_of]
+        return np.array(items, dtype=np.int64) * len(self.keys) + self.host
+
+    @cached_property
     def _is_cpu(self) -> Bools:
         return np.array([key == self.problem.topology.cpu for key in self.keys], dtype=bool)
 
@@ -415,6 +421,11 @@ class Arrays:
         busy = np.concatenate([self.workspace[:, self.running], self.workspace[:, end:]], axis=1)
         peaks: Floats = np.where(acting, live_bytes + busy, 0.0).max(axis=1)
         self._count_gradients(peaks, live_bytes - freed[:, 1:], home)
+        if self.graph.in_flight > 1:
+            saved = (born[live] < time[end]) & (last[live] >= time[end])
+            saved &= ~np.isin(live, self._returned)
+            others = np.bincount(device[saved], size[saved], self.computing)
+            peaks += (self.graph.in_flight - 1) * others
         if self._optimizer_bytes.any() or self.gradients_live_at_end.any():
             peaks = np.maximum(peaks, live_bytes[:, end] + self._optimizer_peak(home))
         return peaks + self.resident(home)
@@ -438,7 +449,9 @@ class Arrays:
         born[at_home] = np.where(self.fixed >= 0, -1, time[self.source])
         born[at_home[self.values :]] = -1  # weights are always live
         np.maximum.at(last, self.size_item * width + home[self.size_item], time[self.size_reader])
-        leaves = born[instance] - returned  # results are moved before anything else runs
+        # results are moved before anything else runs, also those that the backward pass reads there
+        with_results = (born[instance] == time[end]) & np.isin(instance, instance[returned])
+        leaves = born[instance] - (returned | with_results)
         np.maximum.at(last, item[moved] * width + home[item[moved]], leaves[moved])
         last[at_home[self.live_at_end]] = end
         gradient, goal = (

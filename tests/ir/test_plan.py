@@ -58,7 +58,7 @@ def test_file_round_trip(plan: Plan, tmp_path: Path) -> None:
         ("{}", "no plan"),
         ('{"format": "graphplan.cluster_plan"}', r"no plan: .* graphplan\.ClusterPlan reads it"),
         ('{"format": "graphplan.plan", "version": 99}', "version 99"),
-        ('{"format": "graphplan.plan", "version": 4}', "damaged"),
+        ('{"format": "graphplan.plan", "version": 5}', "damaged"),
     ],
 )
 def test_invalid_json_raises(text: str, message: str) -> None:

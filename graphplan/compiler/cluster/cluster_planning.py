@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphplan.analysis.cluster_plan import ClusterPlan
+from graphplan.analysis.plan import Plan
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.compiler.cluster.stage_placement import StagePlacement, Stretch
-from graphplan.compiler.cluster.stage_step import StepPlan
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.compiler.training import trainable
@@ -91,8 +91,8 @@ class StageSearch:
     cluster: Cluster
     options: Options
     batch: int
-    placed: dict[Stretch, StepPlan | None] = field(init=False, default_factory=dict)
-    by_structure: dict[Hashable, StepPlan | None] = field(init=False, default_factory=dict)
+    placed: dict[Stretch, Plan | None] = field(init=False, default_factory=dict)
+    by_structure: dict[Hashable, Plan | None] = field(init=False, default_factory=dict)
     refused: CaptureError | None = field(init=False, default=None)
     fullest: str = field(init=False, default="")
 
@@ -229,7 +229,7 @@ class StageSearch:
                 self.estimates.exact[edge] = math.inf
         placed = self.placed[stretch] = self.by_structure[key]
         if placed is not None:
-            self.estimates.exact[edge] = placed.plan.makespan
+            self.estimates.exact[edge] = placed.makespan
         else:
             self.refuse(stretch)
 
@@ -243,7 +243,7 @@ class StageSearch:
         wanted = trainable(self.model_copy.weights)
         return np.array([not names.isdisjoint(wanted) for names in self.boundaries.weights_needed])
 
-    def steps_of(self, stages: Sequence[Stretch]) -> list[StepPlan]:
+    def plans_of(self, stages: Sequence[Stretch]) -> list[Plan]:
         """Return the plans of the stages, which were placed."""
         return [placed for stage in stages if (placed := self.placed[stage]) is not None]
 
@@ -252,8 +252,8 @@ class StageSearch:
         flight = replace(self.cluster.flight, microbatches=self.cluster.counted)
         sent = self.estimates.transfers / flight.crossings
         stage_times = [
-            stage_seconds(placed.plan, float(sent[stage.end]), trains=flight.train)
-            for placed, stage in zip(self.steps_of(stages), stages, strict=True)
+            stage_seconds(placed, float(sent[stage.end]), trains=flight.train)
+            for placed, stage in zip(self.plans_of(stages), stages, strict=True)
         ]
         return batch_seconds(flight.order(len(stages)), stage_times)
 
@@ -276,7 +276,7 @@ class StageSearch:
         stage_plans = [
             self.placement.stage(stretch, placed, machine)
             for stretch, placed, machine in zip(
-                stages, self.steps_of(stages), self.machines_of(stages), strict=True
+                stages, self.plans_of(stages), self.machines_of(stages), strict=True
             )
         ]
         bound = self.bound()
@@ -358,9 +358,9 @@ class StageSearch:
     def _trimmed(self, grown: StageSearch, stages: Sequence[Stretch]) -> Cluster:
         """Return the machines with their budgets raised to the bytes that stages of ``grown`` take."""
         memory: list[dict[DeviceKey, int]] = [one.budgets for one in self.cluster.class_machines]
-        for stage, step in zip(stages, grown.steps_of(stages), strict=True):
-            own, peaks = memory[stage.machine], step.plan.peak_bytes
-            for spec in step.plan.topology.devices:
+        for stage, step in zip(stages, grown.plans_of(stages), strict=True):
+            own, peaks = memory[stage.machine], step.peak_bytes
+            for spec in step.topology.devices:
                 own[spec.key] = max(own[spec.key], spec.withheld + peaks[spec.key])
         machines = list(self.cluster.machines)
         for members, budgets in zip(self.cluster.classes, memory, strict=True):

@@ -174,6 +174,11 @@ def buffer_bytes(received: int, sent: int, results: int, flight: Flight, *, last
     return flight.microbatches * max(crossing, results if flight.results_on_all else 0)
 
 
+def summing_bytes(topology: Topology, gradients: Iterable[int]) -> int:
+    """Return the bytes of host memory through which gradients of shared weights pass, one at a time."""
+    return max(gradients, default=0) if topology.accelerators else 0
+
+
 def with_buffers(topology: Topology, nbytes: int) -> Topology:
     """Return the machine with its network buffers withheld from the CPU's budget, if it has one."""
     return withholding(topology, {spec.key: nbytes for spec in topology.devices if spec.device == CPU})

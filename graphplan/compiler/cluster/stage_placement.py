@@ -14,10 +14,11 @@ from graphplan.compiler.cluster.stage_compiler import (
     buffer_bytes,
     plan_like,
     stage_source,
+    summing_bytes,
     with_buffers,
     withholding,
 )
-from graphplan.compiler.cluster.stage_step import Kept, StepPlan, plan_step, with_step
+from graphplan.compiler.cluster.stage_step import in_pipeline, with_step
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.training import trainable, trained_values
 from graphplan.devices.topology import DeviceKey, Topology
@@ -68,33 +69,24 @@ class StagePlacement:
     limits: Limits
     sources: dict[tuple[int, int, int], StageSource] = field(init=False, default_factory=dict)
 
-    def search(self, stretch: Stretch) -> StepPlan:
+    def search(self, stretch: Stretch) -> Plan:
         """Place a stretch.
 
         Raises:
             InfeasibleError: the stretch does not fit.
             CaptureError: a value crosses that cannot be sent, or whose gradient cannot be sent back.
         """
-        source, topology = self.source(stretch), self._topology(stretch)
-        if source.step is None:
-            return StepPlan(source.compiler(topology, self._timed).plan(source.example()).plan, {}, {})
+        source, options, left = self.source(stretch), self._options(stretch), self.limits.seconds_left
+        if left is not None:
+            options = replace(options, time_limit=max(left * PARAMS.time_share, _LEAST))
+        return source.compiler(self._topology(stretch), options).plan(source.example()).plan
 
-        def plan_withholding(others: Kept) -> Plan:
-            return source.compiler(withholding(topology, others), self._timed).plan(source.example()).plan
+    def _options(self, stretch: Stretch) -> Options:
+        return in_pipeline(self.options, stretch.kept_microbatches, self._shared(stretch))
 
-        return plan_step(plan_withholding, stretch.kept_microbatches - 1, self._shared(stretch), self.limits)
-
-    @property
-    def _timed(self) -> Options:
-        """The caller's options, with a part of the time that is left as time limit."""
-        left = self.limits.seconds_left
-        if left is None:
-            return self.options
-        return replace(self.options, time_limit=max(left * PARAMS.time_share, _LEAST))
-
-    def stage(self, stretch: Stretch, placed: StepPlan, machine: int) -> MachineStage[Plan]:
+    def stage(self, stretch: Stretch, placed: Plan, machine: int) -> MachineStage[Plan]:
         """Return a stretch as a stage of a machine, placed as it was, or as an equal one was."""
-        source, step_plan = self.source(stretch), self._own_plan(stretch, placed)
+        source = self.source(stretch)
         return MachineStage(
             machine=machine,
             start=self.cuts[stretch.start],
@@ -102,8 +94,7 @@ class StagePlacement:
             receives=source.receives,
             sends=source.sends if stretch.end < len(self.cuts) - 1 else (),
             buffer_bytes=self._buffer_bytes(stretch),
-            plan=step_plan.plan,
-            kept_bytes=step_plan.kept_bytes,
+            plan=self._own_plan(stretch, placed),
             beside_bytes=self._reserved_bytes(stretch),
         )
 
@@ -131,19 +122,18 @@ class StagePlacement:
             return frozenset()
         return trained_values(self.annotator.capture, trainable(self.model_copy.weights))
 
-    def _own_plan(self, stretch: Stretch, placed: StepPlan) -> StepPlan:
-        """Return the plan of a stretch in its own names; ``placed`` may be that of an equal stretch."""
-        source, plan = self.source(stretch), placed.plan
+    def _own_plan(self, stretch: Stretch, plan: Plan) -> Plan:
+        """Return the plan of a stretch in its own names; ``plan`` may be that of an equal stretch."""
+        source = self.source(stretch)
         graph = source.planned.graph()
         if graph.weights.keys() == plan.graph.weights.keys() and _runs(graph) == _runs(plan.graph):
-            return placed
-        topology = withholding(self._topology(stretch), placed.kept_bytes)
+            return plan
         if not plan.graph.parts and len(graph.operations) == len(plan.graph.operations):
             assignment = renamed(plan.schedule.assignment, plan.graph, graph)
             bound = Bound(plan.lower_bound, plan.proof)
-            plan_here = plan_like(source, topology, self.options, assignment, bound)
+            plan_here = plan_like(source, self._topology(stretch), self._options(stretch), assignment, bound)
             if plan_here is not None and math.isclose(plan_here.makespan, plan.makespan):
-                return replace(placed, plan=plan_here)
+                return plan_here
         return self.search(stretch)
 
     def _shared(self, stretch: Stretch) -> frozenset[str]:
@@ -160,7 +150,9 @@ class StagePlacement:
         source, last = self.source(stretch), stretch.end == len(self.cuts) - 1
         received, sent = (sum(value.nbytes for value in side) for side in (source.receives, source.sends))
         results = int(self.boundaries.crossing_bytes[-1])
-        return buffer_bytes(received, sent, results, self.flight, last=last)
+        nbytes = buffer_bytes(received, sent, results, self.flight, last=last)
+        shared = (self.boundaries.graph.weights[name].nbytes for name in self._shared(stretch))
+        return nbytes + summing_bytes(self.machines[stretch.machine], shared if self.flight.train else ())
 
     def _reserved_bytes(self, stretch: Stretch) -> dict[DeviceKey, int]:
         """Return device -> bytes that are reserved for other stages of the machine."""

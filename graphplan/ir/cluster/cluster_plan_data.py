@@ -22,13 +22,12 @@ from graphplan.ir.cluster.pipeline_order import (
     play,
     rounds_divide,
 )
-from graphplan.ir.liveness import saved_bytes
 from graphplan.ir.plan_json import decode_plan, encode_plan
 from graphplan.versioned_json import Format, decode_fields, encode_fields, fields_but
 
 Objective = Literal["latency", "throughput"]
 
-_FORMAT = Format("graphplan.cluster_plan", 2, "plan of several machines")
+_FORMAT = Format("graphplan.cluster_plan", 3, "plan of several machines")
 _OF_STAGES = fields_but(MachineStage, "plan")
 
 
@@ -204,7 +203,7 @@ class ClusterPlanData(Generic[AnyPlan]):
         for index, stage in enumerate(self.stages):
             stage.plan.verify()
             self._verify_buffers(stage)
-            self._verify_kept(stage, after=len(self.stages) - 1 - index)
+            self._verify_in_flight(stage, after=len(self.stages) - 1 - index)
         for machine in self.used:
             self._verify_shares(self.stages_of(machine))
         if self.lower_bound > self.seconds * (1 + 1e-9):
@@ -244,23 +243,13 @@ class ClusterPlanData(Generic[AnyPlan]):
             if spec.device == CPU and spec.taken < stage.buffer_bytes:
                 raise VerificationError(f"machine {stage.machine} leaves no room for its network buffers")
 
-    def _verify_kept(self, stage: MachineStage[AnyPlan], after: int) -> None:
-        if not stage.trains:
-            return
-        others = self.flight.most_in_flight(after) - 1
-        plan = stage.plan
-        for key, nbytes in saved_bytes(plan.graph, plan.topology, plan.schedule).items():
-            kept = stage.kept_bytes.get(key, 0)
-            if kept < others * nbytes:
-                raise VerificationError(
-                    f"machine {stage.machine} keeps {kept} bytes on device {key!r} for {others} other "
-                    f"microbatches in flight, which save {others * nbytes}"
-                )
-        for spec in plan.topology.devices:
-            if spec.taken < stage.kept_bytes.get(spec.key, 0):
-                raise VerificationError(
-                    f"machine {stage.machine} leaves no room for other microbatches on device {spec.key!r}"
-                )
+    def _verify_in_flight(self, stage: MachineStage[AnyPlan], after: int) -> None:
+        planned, most = stage.plan.graph.in_flight, self.flight.most_in_flight(after)
+        if stage.trains and planned < most:
+            raise VerificationError(
+                f"machine {stage.machine} has room for {planned} microbatches in flight, and {self.schedule} "
+                f"has {most}"
+            )
 
     def to_json(self) -> str:
         """Return the plan as JSON text; :meth:`from_json` reads it back."""
@@ -292,5 +281,5 @@ class ClusterPlanData(Generic[AnyPlan]):
 def _room(stage: MachineStage[Any], spec: DeviceSpec) -> int:
     """Return the bytes of a device that a machine's stages may use together, whatever each plan withholds."""
     for_stages = stage.buffer_bytes if spec.device == CPU else 0
-    for_stages += stage.kept_bytes.get(spec.key, 0) + stage.beside_bytes.get(spec.key, 0)
+    for_stages += stage.beside_bytes.get(spec.key, 0)
     return spec.memory - spec.withheld + for_stages

@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec
 from graphplan.ir.cluster.pipeline_order import StageSeconds
+from graphplan.ir.liveness import saved_bytes
 from graphplan.ir.plan_data import PlanData
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
@@ -43,10 +44,8 @@ class MachineStage(Generic[AnyPlan]):
         sends: tensors to the stage after.
         buffer_bytes: network buffers of all microbatches, for receiving and sending: in host memory,
             where the plan withholds them if the CPU has a budget.
-        plan: plan of one microbatch on this machine, with the keys of its own ``max_memory``.
-        kept_bytes: in a training step, device -> bytes that the plan withholds for values that other
-            microbatches in flight have saved, and for earlier gradients of weights that other stages read,
-            which are kept while those of a batch are summed.
+        plan: plan of one microbatch on this machine, with the keys of its own ``max_memory``; its peaks count
+            the other microbatches in flight.
         beside_bytes: device -> bytes that the plan withholds for the machine's other stages.
     """
 
@@ -57,7 +56,6 @@ class MachineStage(Generic[AnyPlan]):
     sends: tuple[Crossing, ...]
     buffer_bytes: int
     plan: AnyPlan
-    kept_bytes: Bytes = field(default_factory=dict)
     beside_bytes: Bytes = field(default_factory=dict)
 
     @property
@@ -65,10 +63,17 @@ class MachineStage(Generic[AnyPlan]):
         """Whether it runs a backward pass."""
         return self.plan.graph.trains
 
+    @property
+    def kept_bytes(self) -> dict[DeviceKey, int]:
+        """In a training step, device -> bytes that the other microbatches in flight have saved."""
+        others = self.plan.graph.in_flight - 1
+        saved = saved_bytes(self.plan.graph, self.plan.topology, self.plan.schedule) if others else {}
+        return {key: others * nbytes for key, nbytes in saved.items() if nbytes}
+
     def held_bytes(self, spec: DeviceSpec) -> int:
         """Return the most bytes that the stage holds on a device of its machine."""
         buffers = self.buffer_bytes if spec.device == CPU else 0
-        return self.plan.peak_bytes[spec.key] + self.kept_bytes.get(spec.key, 0) + buffers
+        return self.plan.peak_bytes[spec.key] + buffers
 
 
 def stage_seconds(plan: PlanData, transfer: float, *, trains: bool) -> StageSeconds:

@@ -17,6 +17,7 @@ from random_problems import MEDIUM, TINY, random_instance
 from graphplan.devices.topology import CPU
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
+from graphplan.ir.liveness import saved_bytes
 from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.folding import fold
@@ -69,6 +70,35 @@ def test_arrays_equal_the_evaluator_for_random_placements() -> None:
         kinds["kept"] += not problem.streaming
     assert kinds["placed"] >= 200
     assert min(kinds.values()) >= 3, kinds
+
+
+def test_peaks_with_microbatches_in_flight_add_saved_bytes() -> None:
+    counted = 0
+    for seed in range(300):
+        problem = random_instance(seed, TINY).problem
+        graph, half = problem.graph, len(problem.graph.operations) // 2
+        operations = [
+            replace(operation, backward=position >= half)
+            for position, operation in enumerate(graph.operations.values())
+        ]
+        result = [name for name in operations[half - 1].outputs if graph.values[name].is_tensor]
+        parts = operations, graph.values.values(), graph.weights.values(), graph.inputs, result
+        alone = replace(problem, graph=Graph(*parts, graph.together))
+        arrays, more = Arrays(alone), Arrays(replace(alone, graph=alone.graph.changed(in_flight=4)))
+        units = random_units(arrays, random.Random(seed))
+        if not result or units is None or not len(units):
+            continue
+        devices = arrays.expand(units)
+        found = evaluate(alone, arrays.assignment(devices))
+        if is_streamed(found):
+            continue
+        saved = saved_bytes(alone.graph, alone.topology, found.schedule)
+        others = (more.peaks(devices) - arrays.peaks(devices)).tolist()
+        for spec, nbytes in zip(arrays.specs, others, strict=True):
+            if spec.is_accelerator:
+                assert nbytes == 3 * saved.get(spec.key, 0)
+        counted += any(others)
+    assert counted > 50
 
 
 def test_placements_become_assignments_and_back() -> None:
