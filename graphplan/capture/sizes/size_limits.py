@@ -122,7 +122,8 @@ def bounded(
 def exceeds_slightly(call: BoundCall, capture: Capture) -> bool:
     """Whether a call exceeds the bounds of a capture by a few tokens, as a text that grows does."""
     growth = {BATCH: 0, LENGTH: 0, SIZE: 0}
-    for current, leaf, roles in zip(call.leaves, capture.signature.leaves, capture.roles, strict=True):
+    # the capture of a stage has no roles
+    for current, leaf, roles in zip(call.leaves, capture.signature.leaves, capture.roles, strict=False):
         for axis, role in roles.items():
             growth[role] = max(growth[role], _size(current, axis) - _high(leaf, axis))
     return not growth[BATCH] and 0 < max(growth.values()) <= _MIN_GROWTH
