@@ -218,9 +218,9 @@ def test_folder_of_files_without_an_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "no index"),
-        ("[]", "no index"),
-        ('{"weight_map": {"a.weight": 3}}', "no index"),
+        ("{", "not an index"),
+        ("[]", "not an index"),
+        ('{"weight_map": {"a.weight": 3}}', "not an index"),
         (
             '{"weight_map": {"a.weight": "part.safetensors"}}',
             r"tensors that its files do not have: 'a\.weight'",
