@@ -286,7 +286,8 @@ def test_replaced_items_of_an_argument_are_kept_after_calls(make: Any, is_exampl
 
 
 @pytest.mark.filterwarnings("ignore:.*data-dependent size:graphplan.GraphplanWarning")
-@pytest.mark.parametrize("family", ["mamba2", pytest.param("bamba", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "bamba"])
 def test_beams_of_states_in_dicts(family: str) -> None:
     torch.manual_seed(0)
     kept = {"eos_token_id": None, "pad_token_id": 0}
