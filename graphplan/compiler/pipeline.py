@@ -278,20 +278,20 @@ class Compiler:
         self.commit(planned)
         program = self.lower(planned)
         if placed_before:
-            self._warn_of_slow_call(planned.plan, call.entry)
+            self._warn_of_slow_call(planned.plan, call)
         return program
 
-    def _warn_of_slow_call(self, plan: Plan, entry: str) -> None:
+    def _warn_of_slow_call(self, plan: Plan, call: BoundCall) -> None:
         """Warn once, before it runs, that such calls are slow: the weights leave too little memory free."""
         warned, noticed = self.model_copy.warned, plan.makespan > _NOTICED
-        if noticed and (key := f"a slow call of {entry!r}") not in warned and lacks_room(plan):
+        if noticed and (key := f"a slow call of {call.entry!r}") not in warned and lacks_room(plan):
             warned.add(key)
             both = ", or with calls= for both" if self.options.training is None else ""
             warn(
-                f"a call of a new structure is estimated to take {plan.makespan:.2g} s, or "
-                f"{seconds_with_room(plan):.2g} s if the weights left more memory free. The weights were "
-                "placed for an earlier call: partition the model with an example of this call, on the same "
-                f"device{both}"
+                f"a call of a new structure ({shapes_text(call)}) is estimated to take {plan.makespan:.2g} "
+                f"s, or {seconds_with_room(plan):.2g} s if the weights left more memory free. The weights "
+                "were placed for an earlier call: partition the model with an example of this call, on the "
+                f"same device{both}"
             )
 
     @property

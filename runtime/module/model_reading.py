@@ -109,6 +109,8 @@ class ModelReading:
         self._module_ids, self._known_ids = set(map(id, named.values())), set(map(id, tensors))
         classes = _classes(map(original_class, named.values()))
         self.namespaces = {cls: vars(cls) for cls in classes}
+        for path, part in list(named.items())[1:]:  # first: attributes of a module change with it
+            self.facts[repr(path)] = Fact(original_class(part))
         for path, part in named.items():
             self._read_part(path, part)
         self._read_weights(named)
@@ -123,8 +125,6 @@ class ModelReading:
 
     def _read_part(self, path: str, part: nn.Module) -> None:
         prefix = f"{path}." if path else ""
-        if path:
-            self.facts[repr(path)] = Fact(original_class(part))
         for name, value in vars(part).items():
             if name not in _IGNORED and (path or name != "forward"):  # the root's runs around the graphs
                 table = vars(part) if path else None

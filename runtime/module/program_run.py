@@ -89,7 +89,7 @@ def explain_moved_weights(module: nn.Module, plan: PlanData, error: RuntimeError
             where = "gone" if tensor is None else f"on {tensor.device}"
             raise PlanError(
                 f"{name!r} is {where}, but the plan has it on {planned}: a placed model cannot be moved, "
-                "only partitioned again"
+                "only partitioned again; torch.func.functional_call takes weights on their planned devices"
             ) from error
 
 

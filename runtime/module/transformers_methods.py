@@ -28,13 +28,16 @@ def class_body(placed: Any, original: type[nn.Module]) -> dict[str, Any]:
         return placed.forward(self, *args, **kwargs)
 
     body: dict[str, Any] = {"forward": forward, **planned_attributes(original)}
-    if _MOVED_BY_LIBRARY.isdisjoint(cls.__name__ for cls in original.__mro__):
+    names = {cls.__name__ for cls in original.__mro__}
+    if _MOVED_BY_LIBRARY.isdisjoint(names):
         return {**body, "hf_device_map": property(_device_map)}
     body["to"] = _to
     body |= {name: _to_device(getattr(original, name), torch.device(name)) for name in ("cpu", "cuda")}
     if hasattr(original, "_valid_auto_compile_criteria"):
         # generate() must not compile a placed model, as it does other models on accelerators
         body["_valid_auto_compile_criteria"] = lambda *_args, **_kwargs: False
+    if hasattr(original, "add_adapter") and "PeftModel" not in names:
+        body["add_adapter"] = _refuse_adapter
     return body
 
 
@@ -70,3 +73,10 @@ def _to_device(method: Any, place: torch.device) -> Any:
         return _to(self, place if device is None else torch.device("cuda", torch.device(device).index))
 
     return convert
+
+
+def _refuse_adapter(self: Any, *_args: Any, **_kwargs: Any) -> None:
+    raise PlanError(
+        f"add adapters to {type(self).__name__} before it is placed: put them into the plain model that "
+        "graphplan.unplace returns, and partition that"
+    )

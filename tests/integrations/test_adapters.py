@@ -86,6 +86,16 @@ def test_adapters_added_after_placement_can_be_removed() -> None:
     assert largest_difference(logits(placed), expected) > 1e-3
 
 
+def test_add_adapter_of_a_placed_model_raises() -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    placed: Any = graphplan.partition(adapted(config).unload(), CPU, kwargs={"input_ids": IDS})
+    before = logits(placed)
+    with pytest.raises(graphplan.PlanError, match=r"before it is placed.*graphplan\.unplace"):
+        placed.add_adapter(config)
+    assert torch.equal(logits(placed), before)
+    graphplan.unplace(placed).add_adapter(config)
+
+
 def test_generate_of_an_adapted_model_does_not_retrace() -> None:
     """PEFT's ``generate`` sets a method of the base model, and sets it back."""
     model = adapted(peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))

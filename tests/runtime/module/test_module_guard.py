@@ -115,6 +115,15 @@ def test_changes_are_retraced_once(machine: Any, change: Callable[[Any], Any]) -
         assert torch.allclose(placed(2 * x), net(2 * x), atol=1e-5)  # once
 
 
+def test_warning_of_a_retrace_names_the_removed_module(machine: Any) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    model[0].internal_flag = True
+    placed = graphplan.partition(model, machine.max_memory, (torch.ones(1, 8),))
+    placed[0] = placed[0][:1]
+    with pytest.warns(GraphplanWarning, match="'0.1' is gone"):
+        placed(torch.ones(1, 8))
+
+
 def test_retrace_keeps_module_and_weight_objects(machine: Any) -> None:
     placed, net, x = placed_net(machine)
     norm, weight = placed.norm, placed.embed.weight

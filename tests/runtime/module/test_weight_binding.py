@@ -144,6 +144,14 @@ def test_functional_call_uses_its_weights() -> None:
     assert largest_difference(placed(X), eager(placed)) < 1e-5
 
 
+def test_functional_call_with_weights_elsewhere_names_the_remedy() -> None:
+    net = Net()
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(net, {0: machine.max_memory[0]}, (X,))
+        with pytest.raises(graphplan.PlanError, match="functional_call takes weights on their planned"):
+            torch.func.functional_call(placed, {n: p.detach() for n, p in net.named_parameters()}, (X,))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_read_their_own_weights(copied: Any) -> None:
     placed = placed_net()
