@@ -11,11 +11,12 @@ import math
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from graphplan.capture.captured_graph import Part
 from graphplan.compiler.compile_state import Choice, CompileState, Trial, in_parts
 from graphplan.compiler.fixed_point import place_calls
-from graphplan.compiler.formulation import Formulation
+from graphplan.compiler.formulation import Formulation, Member
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.topology import ALIGNMENT, CPU, DISK, DeviceSpec
 from graphplan.errors import InfeasibleError
@@ -70,9 +71,12 @@ def _whole_or_crowded(state: CompileState) -> list[Choice]:
         whole = place_calls(state)
     except InfeasibleError as error:
         sliced = _best_slicing(state, share=_CROWDED)
-        if sliced is None:
+        if sliced is not None:
+            return place_calls(replace(state, members=[sliced.member]))
+        searched = None if state.limits.caller_retries else _search_coarse_slicings(state)
+        if searched is None:
             raise _with_hint(state, error) from None
-        return place_calls(replace(state, members=[sliced.member]))
+        return searched
     solution = whole[0].solution
     if solution.evaluation.seconds <= _HOPE * solution.bound.seconds or state.limits.over:
         return whole
@@ -84,34 +88,50 @@ def _whole_or_crowded(state: CompileState) -> list[Choice]:
     return whole
 
 
+def _search_coarse_slicings(state: CompileState) -> list[Choice] | None:
+    """Return the first placement that a whole search finds with oversized weights in the fewest parts.
+
+    A probe may find none where budgets are tight.
+    """
+    limits = replace(state.limits, advises=False, caller_retries=True)
+    for share in (1.0, _CROWDED):
+        for member in islice(_slicings(state, share), 1):
+            with suppress(InfeasibleError):
+                return place_calls(replace(state, members=[member], limits=limits))
+    return None
+
+
 def _best_slicing(state: CompileState, *, share: float = 1.0, max_weights: int | None = None) -> Trial | None:
     """Return the fastest probe with oversized weights in parts; None if no number of parts fits.
 
     Return None also if there are more than ``max_weights`` such weights.
     """
-    formulation, (member,) = state.formulation, state.members
-    capture, weights = member.annotator.capture, member.annotator.weights
-    if capture.step is not None:  # a training step has gradients of whole weights
-        return None
-    problem = formulation.constrained(member)
-    if problem.graph.held_bytes > sum(spec.room for spec in problem.topology.devices):
-        return None  # slicing frees nothing: the whole stays in memory, parts on accelerators are copies
-    oversized = [
-        candidate
-        for candidate in _find_oversized(problem, _named(formulation), share)
-        if is_sliceable(capture, candidate.weight.name) and weights.has_rows(candidate.weight.name)
-    ]
-    if max_weights is not None and len(oversized) > max_weights:
-        return None
     best: Trial | None = None
-    for parts in _offered_parts(oversized):
-        sliced = in_parts(member, parts)
-        probed = probe(formulation.constrained(sliced), deadline=state.limits.deadline)
+    for sliced in _slicings(state, share, max_weights):
+        probed = probe(state.formulation.constrained(sliced), deadline=state.limits.deadline)
         if probed is not None and best is not None and probed.seconds >= best.seconds:
             break
         if probed is not None:
             best = Trial(sliced, probed)
     return best
+
+
+def _slicings(state: CompileState, share: float, max_weights: int | None = None) -> Iterator[Member]:
+    """Yield the call with oversized weights in more and more parts, if these are at most ``max_weights``."""
+    formulation, (member,) = state.formulation, state.members
+    capture, weights = member.annotator.capture, member.annotator.weights
+    if capture.step is not None:  # a training step has gradients of whole weights
+        return
+    problem = formulation.constrained(member)
+    if problem.graph.held_bytes > sum(spec.room for spec in problem.topology.devices):
+        return  # slicing frees nothing: the whole stays in memory, parts on accelerators are copies
+    oversized = [
+        candidate
+        for candidate in _find_oversized(problem, _named(formulation), share)
+        if is_sliceable(capture, candidate.weight.name) and weights.has_rows(candidate.weight.name)
+    ]
+    if max_weights is None or len(oversized) <= max_weights:
+        yield from (in_parts(member, parts) for parts in _offered_parts(oversized))
 
 
 def _with_hint(state: CompileState, error: InfeasibleError) -> InfeasibleError:
