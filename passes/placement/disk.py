@@ -13,7 +13,8 @@ Before and after weights leave a CPU that holds two of three::
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Topology, round_up
@@ -123,11 +124,12 @@ class _DiskPlacement:
                     return certify(evaluation, Bound())
                 limits = replace(limits, effort=self.limits.effort * PARAMS.disk_effort)
             spilled += [evaluation, *self._with_single_slots(evaluation)]
-        placed = [evaluation for evaluation in spilled if evaluation.feasible]
-        if not placed:
-            raise self._infeasible(failure, spilled)
-        best = self._climb(wider[0], min(placed, key=lambda evaluation: evaluation.seconds))
-        return certify(best, self._bound(wider[0], best))
+        if not spilled:
+            raise self._infeasible(failure)
+        best = self._climb(wider[0], min(spilled, key=_excess_and_seconds))
+        if not best.feasible:
+            raise self._infeasible(failure, best)
+        return certify(best, self._bound(wider[0], best) if self.improves else Bound())
 
     def _climb(self, wide: Problem, best: Evaluation) -> Evaluation:
         """Improve a placement, also by moves of weights between the CPU and the disk."""
@@ -239,13 +241,12 @@ class _DiskPlacement:
         return read / nbytes, -nbytes
 
     def _infeasible(
-        self, failure: InfeasibleError | None, nearest: Sequence[Evaluation] = ()
+        self, failure: InfeasibleError | None, nearest: Evaluation | None = None
     ) -> InfeasibleError:
         """Return the error of the widened problem in terms of the given budgets."""
         available, needed = self.problem.topology.budgets, self._needed(failure)
-        if nearest:
-            best = min(nearest, key=lambda evaluation: sum(evaluation.excess.values()))
-            needed = peaks_or_given(self.problem.topology, best)
+        if nearest is not None:
+            needed = peaks_or_given(self.problem.topology, nearest)
         if self.limits.advises:
             needed = self._grow_until_placed(needed)
         graph = self.problem.graph
@@ -267,29 +268,43 @@ class _DiskPlacement:
         return InfeasibleError(text, needed=needed, available=available, operation=operation, device=device)
 
     def _grow_until_placed(self, needed: Mapping[DeviceKey, int]) -> Mapping[DeviceKey, int]:
-        """Return budgets grown until a placement is found within them; empty if that takes too many steps."""
-        limits = replace(self.limits, proves=False, advises=False)
+        """Return budgets grown until a placement is found within them; empty if that takes too many steps.
+
+        They are the peaks of that placement if one is found within these too.
+        """
         for _ in range(PARAMS.retries if needed else 0):
-            problem = replace(self.problem, topology=self.problem.topology.with_memory(needed))
             try:
-                _DiskPlacement(problem, self.mappable, limits, improves=False).run()
+                evaluation = self._placed_within(needed)
             except InfeasibleError as error:
                 grown = {key: max(nbytes, error.needed.get(key, 0)) for key, nbytes in needed.items()}
                 if grown == needed:
                     break
                 needed = grown
             else:
+                peaks = peaks_or_given(self.problem.topology, evaluation)
+                with suppress(InfeasibleError):
+                    self._placed_within(peaks)
+                    return peaks
                 return needed
         return {}
+
+    def _placed_within(self, budgets: Mapping[DeviceKey, int]) -> Evaluation:
+        """Return a placement within other budgets; raise InfeasibleError if none is found."""
+        limits = replace(self.limits, proves=False, advises=False)
+        problem = replace(self.problem, topology=self.problem.topology.with_memory(budgets))
+        return _DiskPlacement(problem, self.mappable, limits, improves=False).run().evaluation
 
     def _needed(self, failure: InfeasibleError | None) -> Mapping[DeviceKey, int]:
         if failure is None or not failure.needed:
             return {}
         needed = {**failure.needed, DISK: max(self.disk.memory, failure.needed.get(DISK, 0))}
-        if self.cpu is not None:  # the widened problem does not count the buffers
-            buffers = 2 * len(self.problem.topology.accelerators) * min(STAGED_BYTES, self.extra)
-            needed[self.cpu] = max(0, needed[self.cpu] - self.extra) + buffers
+        if self.cpu is not None:
+            needed[self.cpu] = max(0, needed[self.cpu] - self.extra)
         return needed
+
+
+def _excess_and_seconds(evaluation: Evaluation) -> tuple[int, float]:
+    return sum(evaluation.excess.values()), evaluation.seconds
 
 
 def _without_disk(topology: Topology) -> Topology:

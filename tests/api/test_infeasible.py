@@ -60,6 +60,13 @@ CASES: list[tuple[Any, dict[Any, int], dict[str, Any]]] = [
 ]
 
 
+def test_budgets_with_disk_exclude_unused_buffers() -> None:
+    """Regression: the CPU was to hold pinned buffers for an accelerator that streamed nothing."""
+    with pytest.raises(graphplan.InfeasibleError) as caught:
+        graphplan.plan(stack(), {0: 0, "cpu": 1024, "disk": 1 << 20}, (X,))
+    assert caught.value.needed["cpu"] < 10_000
+
+
 @pytest.mark.parametrize(("make", "budgets", "call"), CASES)
 def test_printed_budgets_suffice(make: Any, budgets: dict[Any, int], call: dict[str, Any]) -> None:
     with graphplan.simulate({0: 1 << 30, 1: 1 << 30, "cpu": 1 << 30}), warnings.catch_warnings():

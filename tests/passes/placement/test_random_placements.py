@@ -37,6 +37,7 @@ from graphplan.passes.placement.bounds.disk_reads import least_disk_seconds
 from graphplan.passes.placement.bounds.label_dp import LabelSearchResult, search_labels
 from graphplan.passes.placement.bounds.relaxation import Relaxation
 from graphplan.passes.placement.driver import attempt
+from graphplan.passes.placement.infeasible import peaks_or_given
 from graphplan.passes.placement.params import PARAMS, Limits
 
 TINY_BLOCK, MEDIUM_BLOCK = 6, 2
@@ -137,6 +138,16 @@ def test_problems_with_a_disk(block: int) -> None:
             found = violations(problem, place_or_map, seed, Effort(placements=2000, restricted=1))
             wrong += [f"{instance}: {text}" for text in found]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("seed", [29, pytest.param(41, marks=pytest.mark.slow)])
+def test_peaks_on_disk_as_budgets_are_placed_again(seed: int) -> None:
+    problem = with_disk(random_instance(seed, WITH_DISK))
+    peaks = peaks_or_given(
+        problem.topology.with_memory(dict.fromkeys(problem.topology.keys, 0)),
+        place_or_map(problem).evaluation,
+    )
+    assert place_or_map(replace(problem, topology=problem.topology.with_memory(peaks))).evaluation.feasible
 
 
 @pytest.mark.full_search
