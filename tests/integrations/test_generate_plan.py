@@ -218,6 +218,7 @@ def llama() -> Iterator[tuple[Any, Any, Any]]:
         yield placement
 
 
+@pytest.mark.filterwarnings("ignore:8 graphs have been traced")  # one model serves all of these tests
 class TestOnePlacedLlama:
     """None of these changes the model, its weights or where they are."""
 
