@@ -281,7 +281,7 @@ def test_training_step_with_changed_contents_starts_at_the_loss() -> None:
         state: list[Any] = []
         placed(X, state)["loss"].backward()
         assert len(state) == 1
-        with pytest.raises(RuntimeError, match=r"result 'logits', and the step .* from 'loss'"):
+        with pytest.raises(RuntimeError, match=r"result 'logits', but the planned step .* from 'loss'"):
             placed(X, state)["logits"].sum().backward()
 
 
