@@ -134,8 +134,8 @@ class _DiskPlacement:
     def _climb(self, wide: Problem, best: Evaluation) -> Evaluation:
         """Improve a placement, also by moves of weights between the CPU and the disk."""
         mappable = dict.fromkeys(name for name in self.free if name in wide.graph.readers).keys()
-        if self.cpu is None or not mappable or not wide.topology.accelerators:
-            return best  # only the choice of weights on disk is left, which is made
+        if self.cpu is None or not mappable:
+            return best
         limits = self.limits.one_of(2)
         if limits.deadline is not None:
             limits = replace(limits, effort=math.inf)
@@ -209,7 +209,9 @@ class _DiskPlacement:
         larger = _without_disk(topology).with_memory({cpu: topology[cpu].memory + self.extra})
         fixed = {**problem.fixed_weights, **dict.fromkeys(self.on_disk, cpu)}
         wide = replace(problem, topology=larger, fixed_weights=fixed)
-        return [wide, wide.on(accelerators), wide.on(frozenset({cpu}))] if accelerators else [wide]
+        if not any(spec.room > 0 for spec in topology.accelerators):
+            return [wide]
+        return [wide, wide.on(accelerators), wide.on(frozenset({cpu}))]
 
     def _spill(self, assignment: Assignment) -> Evaluation:
         """Move the weights that cost least on disk off the CPU, until its budget is kept."""

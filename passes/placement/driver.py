@@ -151,7 +151,8 @@ def _attempts(problem: Problem) -> Iterator[tuple[Problem, bool]]:
 
 def _may_offload(problem: Problem) -> bool:
     topology = problem.topology
-    return problem.offload and topology.cpu is not None and bool(topology.accelerators)
+    streams = any(spec.room > 0 for spec in topology.accelerators)
+    return problem.offload and topology.cpu is not None and streams
 
 
 def _streams_by_pins(problem: Problem) -> bool:

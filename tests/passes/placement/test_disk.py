@@ -28,6 +28,7 @@ from graphplan.devices.topology import DeviceSpec, Link, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Load
 from graphplan.ir.schedule_checks import check_schedule
+from graphplan.passes.placement import driver
 from graphplan.passes.placement.disk import place_or_map
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import evaluate
@@ -81,6 +82,17 @@ def test_disk_link_accepts_all_names_of_the_cpu() -> None:
         for host in ("cpu", "cpu:0")
     ]
     assert plans[0].makespan == plans[1].makespan > BLOCK / 1e6
+
+
+@pytest.mark.full_search
+def test_accelerator_without_memory_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it was searched for streamed weights, and without it a smaller part of the CPU was used."""
+    monkeypatch.setattr(driver, "StreamedSearch", None)
+    budgets = {"cpu": 3 * BLOCK // 2, "disk": 1 << 20}
+    plans = [graphplan.plan(Blocks(), given, (X,)) for given in (budgets, {0: 0, **budgets})]
+    assert plans[0].placement == plans[1].placement
+    assert plans[0].makespan == plans[1].makespan
+    assert {"cpu", "disk"} == set(plans[0].placement.values())
 
 
 @pytest.mark.parametrize("blocks", [1.0, 1.3, 2.1])
