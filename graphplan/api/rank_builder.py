@@ -164,10 +164,10 @@ class RankBuilder:
         ]
 
     def _shared_by(self, index: int) -> frozenset[str]:
-        """Return the weights of a stage that other stages read too."""
+        """Return the trained parameters of a stage that other stages read too."""
         read = [stage.plan.graph.weights.keys() for stage in self.plan.stages]
         others = set().union(*read[:index], *read[index + 1 :])
-        return frozenset(read[index] & others)
+        return trainable(self.request.model_copy.weights) & read[index] & others
 
     def prepare(self, micro: BoundCall, call_key: CallKey) -> ClusterCall:
         """Return how to run calls with this key; all ranks call it at once. New sizes are traced.

@@ -110,6 +110,28 @@ def test_shared_weight_gradients_are_counted_while_summed() -> None:
     assert set(gradients.values()) == {1}
 
 
+class Tied(nn.Module):
+    """Scores by its own frozen embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20_000, 64).requires_grad_(False)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.embedding(ids)) @ self.embedding.weight.t()
+
+
+def test_frozen_shared_weights_have_no_room_for_sums() -> None:
+    options: dict[str, Any] = {"train": True, "schedule": "1f1b", "microbatches": 4}
+    ids = torch.zeros(8, 16, dtype=torch.long)
+    plan = planned([{0: "1GiB", "cpu": "1GiB"}] * 2, model=Tied(), x=ids, **options)
+    first, last = (stage.plan.graph.weights.keys() for stage in plan.stages)
+    assert first & last == {"embedding.weight"}
+    # activations and their gradients of all microbatches
+    assert plan.stages[0].buffer_bytes == 4 * 2 * sum(value.nbytes for value in plan.stages[0].sends)
+
+
 def test_uncuttable_model_runs_on_one_machine() -> None:
     with pytest.warns(graphplan.GraphplanWarning, match="unused machines: 1"):
         plan = planned([{0: "1GiB", 1: "1GiB"}] * 2, model=nn.Linear(WIDTH, WIDTH))

@@ -137,11 +137,13 @@ class StagePlacement:
         return self.search(stretch)
 
     def _shared(self, stretch: Stretch) -> frozenset[str]:
-        """Return the parameters that operations inside and outside of a stretch need."""
+        """Return the trained parameters that operations inside and outside of a stretch need."""
         first, last = self.cuts[stretch.start], self.cuts[stretch.end]
+        wanted = trainable(self.model_copy.weights)
         inside = {
             name: [first <= position < last for position in positions]
             for name, positions in self.boundaries.needed_at.items()
+            if name in wanted
         }
         return frozenset(name for name, here in inside.items() if any(here) and not all(here))
 
