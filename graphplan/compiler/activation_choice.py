@@ -204,11 +204,11 @@ class _SavingsSearch:
             return
         useful, tries = self._useful_count(items), _STEPS
         if streams and self.large and not self._resides:
-            ends_streaming = 0 < _guess(items, self.missing) <= useful
+            ends_streaming = 0 < self._guess(items) <= useful
             tries = _STEPS // 2 if ends_streaming else 1
         for _ in range(tries):
             seconds = {count: trial.seconds for count, trial in self.tried.items()}
-            count = next_count(seconds, _guess(items, self.missing), useful)
+            count = next_count(seconds, self._guess(items), useful)
             if count in self.tried:
                 break
             self._try(count, cheapest(items, count))
@@ -239,6 +239,18 @@ class _SavingsSearch:
         blocks = items_of(numbered or segments, self.problem.graph, self.fastest.__getitem__, None)
         paths = dict.fromkeys(block.path for block in blocks)
         return Savings(fully=tuple(paths)), sum(block.seconds for block in blocks)
+
+    def _guess(self, items: Sequence[Item]) -> int:
+        """Return how many of the cheapest items should free enough, by interpolation; 0 if all do not."""
+        freed = self.problem.graph.in_flight * freed_bytes(items, len(items))
+        missing = {len(items): self.missing[0] - freed, **self.missing}
+        if missing[len(items)] > 0:
+            return 0
+        counts = sorted(missing)
+        nbytes = np.interp(
+            0, [-missing[count] for count in counts], [freed_bytes(items, count) for count in counts]
+        )
+        return count_to_free(items, float(nbytes))
 
     def _try(self, count: int, savings: Savings) -> None:
         """Probe the step with these savings, of so many segments."""
@@ -285,18 +297,6 @@ def next_count(seconds: Mapping[int, float], guess: int, largest: int) -> int:
     side = min(sides, key=lambda count: 0.0 if count in lacks else seconds.get(count, math.inf), default=best)
     step = (side - best) * _GOLDEN
     return best + (math.ceil(step) if step > 0 else math.floor(step))
-
-
-def _guess(items: Sequence[Item], missing: Mapping[int, int]) -> int:
-    """Return how many of the cheapest items should free enough, by interpolation; 0 if all do not."""
-    missing = {len(items): missing[0] - freed_bytes(items, len(items)), **missing}
-    if missing[len(items)] > 0:
-        return 0
-    counts = sorted(missing)
-    nbytes = np.interp(
-        0, [-missing[count] for count in counts], [freed_bytes(items, count) for count in counts]
-    )
-    return count_to_free(items, float(nbytes))
 
 
 def _least_seconds(problem: Problem) -> dict[str, float]:
