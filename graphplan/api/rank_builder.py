@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx
+from torch._ops import HigherOrderOperator
 
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.api.arguments import Request
@@ -218,7 +219,7 @@ class RankBuilder:
             [wires.of(name) for name in results_of(capture, caches_stay=caches_stay)],
             rebuild=lambda results, call: rebuild_result(wires, results, call),
             last_rank=self._ranks[-1],
-            draws=any(torch.Tag.nondeterministic_seeded in _tags(node) for node in capture.graph.nodes),
+            draws=any(map(_may_draw, capture.graph.nodes)),
             signature=capture.signature,
         )
 
@@ -317,8 +318,10 @@ class RankBuilder:
         )
 
 
-def _tags(node: fx.Node) -> Sequence[torch.Tag]:
-    return getattr(node.target, "tags", ())
+def _may_draw(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, or runs another graph, which may do so."""
+    is_graph = isinstance(node.target, HigherOrderOperator)
+    return is_graph or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,7 +302,7 @@ class ClusterModule(nn.Module):
         if not (self.training and cluster_call.draws):
             yield
             return
-        seed = int(torch.randint(2**62, ()))  # so that equal generators remain equal
+        seed = int(torch.randint(2**62, (), device="cpu"))  # so that equal generators remain equal
         gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
         with torch.random.fork_rng(gpus):
             torch.manual_seed(seed + dist.get_rank())

@@ -905,17 +905,19 @@ def scaled_loss() -> None:
 
 
 class Dropouts(torch.nn.Module):
-    """Returns its result and the dropout mask of each layer."""
+    """Returns its result and the dropout mask of each layer, drawn ``apart``, without gradients, or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, apart: bool) -> None:
         super().__init__()
+        self.apart = apart
         self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(6))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         masks = []
         for layer in self.layers:
             x = layer(x)
-            masks.append(torch.nn.functional.dropout(torch.ones_like(x), 0.5, self.training))
+            with torch.set_grad_enabled(not self.apart and torch.is_grad_enabled()):
+                masks.append(torch.nn.functional.dropout(torch.ones_like(x), 0.5, self.training))
             x = x * masks[-1]
         return x, *masks
 
@@ -923,22 +925,18 @@ class Dropouts(torch.nn.Module):
 def dropout() -> None:
     """Dropout masks of all layers in two calls, which are the same on both ranks, and again by seed."""
     x = torch.ones(8, 64)
-    placed, found = divided(Dropouts().train(), {"x": x}, 2, grad=True), []
-    for _ in range(2):
-        torch.manual_seed(5)
-        found.append([*placed(x)[1:], *placed(x)[1:]])
-    masks = found[0]
-    equal = [
-        pair
-        for pair in itertools.combinations(range(len(masks)), 2)
-        if torch.equal(*(masks[i] for i in pair))
-    ]
-    states = [torch.empty_like(torch.get_rng_state()) for _ in range(2)]
-    dist.all_gather(states, torch.get_rng_state())
-    repeated = all(map(torch.equal, *found))
-    say(
-        f"{len(placed.plan.stages)} stages, equal {equal}, repeated {repeated}, states {torch.equal(*states)}"
-    )
+    for apart in (False, True):
+        placed, found = divided(Dropouts(apart).train(), {"x": x}, 2, grad=True), []
+        for _ in range(2):
+            torch.manual_seed(5)
+            found.append([*placed(x)[1:], *placed(x)[1:]])
+        masks = found[0]
+        pairs = itertools.combinations(range(len(masks)), 2)
+        equal = [pair for pair in pairs if torch.equal(*(masks[i] for i in pair))]
+        states = [torch.empty_like(torch.get_rng_state()) for _ in range(2)]
+        dist.all_gather(states, torch.get_rng_state())
+        repeated, same = all(map(torch.equal, *found)), torch.equal(*states)
+        say(f"{len(placed.plan.stages)} stages, equal {equal}, repeated {repeated}, states {same}")
 
 
 def slow_setup() -> None:
