@@ -396,7 +396,8 @@ def receive_buffers(stages: Iterable[Any]) -> Iterator[None]:
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
                 for info in infos:
                     if getattr(info, "buffer", None) is not None:  # torch 2.11 has none for the first stage
-                        info.buffer = torch.empty_like(info.buffer, device=device)
+                        moved = torch.empty_like(info.buffer, device=device)
+                        info.buffer = moved.requires_grad_(info.buffer.requires_grad)
 
     move("cpu")
     try:
