@@ -14,7 +14,7 @@ class Scope(Enum):
     """The set of placements that a bound holds for. Each member is a subset of the one before it."""
 
     ANY = "weights may reside anywhere"
-    SEARCHED = "weights reside where they are read, those of several where anything runs; or on the CPU"
+    SEARCHED = "a weight that one macro-operation reads resides with it or on the CPU"
     ON_ACCELERATORS = "on the accelerators"
     WITHOUT_OFFLOAD = "without offload"
 

@@ -23,9 +23,8 @@ from graphplan.ir.schedule import STAGED_BYTES, Assignment
 from graphplan.message_text import readable_bytes
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.bounds.disk_reads import least_disk_seconds
-from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.certificate import Bound, Scope, Solution, certify
-from graphplan.passes.placement.driver import bound_with_offload, is_searched, place
+from graphplan.passes.placement.driver import bound_with_offload, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.infeasible import peaks_or_given
 from graphplan.passes.placement.params import PARAMS, Limits
@@ -151,12 +150,9 @@ class _DiskPlacement:
 
     def _bound(self, wide: Problem, evaluation: Evaluation) -> Bound:
         """Return the bound of the problem in which the disk is part of the CPU's memory."""
-        if is_searched(self.problem, evaluation):
-            relaxed = replace(wide, topology=self._with_faster_links(wide.topology))
-            bound = bound_with_offload(relaxed, evaluation.seconds, self.limits)
-            bound = replace(bound, proof=bound.proof + _AS_PART)
-        else:  # the climb may leave shared weights where nothing runs
-            bound = least_seconds(Arrays(wide))
+        relaxed = replace(wide, topology=self._with_faster_links(wide.topology))
+        bound = bound_with_offload(relaxed, evaluation.seconds, self.limits)
+        bound = replace(bound, proof=bound.proof + _AS_PART)
         return bound.raised(least_disk_seconds(self.problem, self.on_disk, self.free), _MUST_BE_READ)
 
     def _with_faster_links(self, wide: Topology) -> Topology:

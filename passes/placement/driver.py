@@ -19,7 +19,6 @@ from graphplan.devices.topology import DISK, DeviceKey
 from graphplan.ir.schedule import Assignment
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.bounds.milp import BY_CLASSES, bound_by_classes
-from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.certificate import Bound, Scope, Solution, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
 from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
@@ -328,28 +327,23 @@ def holds_for(scope: Scope, problem: Problem, evaluation: Evaluation) -> bool:
 def is_searched(problem: Problem, evaluation: Evaluation) -> bool:
     """Whether a placement is in ``Scope.SEARCHED``: each weight resides where a search may put it.
 
-    An own weight resides with its reader, on the CPU, or where it is fixed. Other passes over the same
-    weights may leave it on another accelerator, from which no search streams it. A shared weight resides
-    where something runs: only there do bounds count working memory.
+    A weight that one macro-operation reads resides with it, on the CPU, or where it is fixed. Other passes
+    over the same weights may leave it on another accelerator, from which no search streams it.
     """
     graph, now = problem.graph, evaluation.assignment
-    busy = {now.operations[name] for name, operation in graph.operations.items() if not operation.host_only}
     for name in graph.weights:
         readers = graph.readers.get(name, ())
-        is_own = len({graph.group_of.get(reader, reader) for reader in readers}) == 1
-        homes = {now.operations[reader] for reader in readers} if is_own else busy
-        others = {problem.topology.cpu, DISK, problem.fixed_weights.get(name)}
-        if readers and now.weights[name] not in homes | others:
+        if len({graph.group_of.get(reader, reader) for reader in readers}) != 1:
+            continue  # unread or shared: it may reside anywhere
+        homes = {now.operations[reader] for reader in readers}
+        if now.weights[name] not in homes | {problem.topology.cpu, DISK, problem.fixed_weights.get(name)}:
             return False
     return True
 
 
 def _certified(evaluation: Evaluation, bound: Bound, candidate: Problem, problem: Problem) -> Solution:
-    """Return a placement with its bound and scope; with the least bound if the scope excludes it."""
-    # local search may leave shared weights where nothing runs
-    if not is_searched(problem, evaluation):
-        bound = least_seconds(Arrays(problem))
-    elif candidate is not problem and problem.offload and problem.topology.cpu is not None:
+    """Return a placement with its bound and scope."""
+    if candidate is not problem and problem.offload and problem.topology.cpu is not None:
         scope = Scope.ON_ACCELERATORS if candidate.offload else Scope.WITHOUT_OFFLOAD
         bound = replace(bound, scope=scope)
     return certify(evaluation, bound)

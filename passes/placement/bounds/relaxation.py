@@ -116,16 +116,19 @@ class Relaxation:
     def _set_room(self) -> bool:
         """Set the room for weights; return whether the prefetch buffers fit."""
         arrays = self.frontier.arrays
-        # a device with resident weights runs something: at least its least needy operation
+        # a device with weights of its operations runs at least the least needy one
         runs = np.array([step.variable < self.frontier.units for step in self.frontier.steps])
         needs = np.where(np.isfinite(self.seconds) & runs, self.needs, np.inf)
         reserve = needs.min(axis=1, initial=np.inf)
         reserve = np.where(np.isfinite(reserve), reserve, 0.0)
         if self.cpu is not None:  # the CPU may hold streamed weights and run nothing
             reserve[self.cpu] = 0.0
+        # one that runs nothing may hold shared weights
+        unreserved = arrays.room - arrays.fixed_bytes
+        reserve = np.minimum(reserve, np.maximum(unreserved - arrays.stored_bytes(arrays.shared), 0.0))
         if self.buffers is not None:
             reserve = np.maximum(reserve, self.buffers.activation_bytes)
-        room = arrays.room - arrays.fixed_bytes - reserve
+        room = unreserved - reserve
         reserved = np.zeros(len(room)) if self.buffers is None else self.buffers.total
         # a device without room is not used, and then holds no bytes
         self.activation_reserve, self.room = reserve, np.maximum(room - reserved, 0.0)

@@ -26,6 +26,7 @@ from graphplan.devices.topology import CPU
 from graphplan.ir.constraints import Constraints
 from graphplan.passes.placement import driver
 from graphplan.passes.placement.calls.joint import Call, place_jointly
+from graphplan.passes.placement.certificate import Scope
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.placement.params import Limits
@@ -202,6 +203,7 @@ def test_bound_holds_with_shared_weights_on_idle_devices() -> None:
         warnings.simplefilter("error")
         found = place(Problem(graph, topology, CPU))
     assert set(found.evaluation.assignment.operations.values()) == {0}
+    assert found.bound.scope is Scope.SEARCHED
     assert 0 < found.bound.seconds < found.evaluation.seconds
 
 
