@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -44,8 +45,10 @@ from graphplan.ir.plan_data import PlanData
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.kernel_workspace import KernelBench
+from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
+from graphplan.passes.placement.residence import on_one_device
 from graphplan.runtime.module.program import Program
 from graphplan.warnings import warn
 
@@ -54,6 +57,8 @@ logger = logging.getLogger("graphplan")
 _SETTLED = ", with the weights where they are"  # ends the proof of a bound for weights placed earlier
 _NOTICED = 1e-3  # seconds: for a shorter call, no warning says that it is slow
 _WORTH = 2.0  # a plan for larger sizes, which are likely next, may be so many times as slow as one without
+_MUCH_FASTER = 2.0  # factor: a warning names the CPU if it is so much faster than the plan
+_FASTER_CPU = "a faster CPU"  # key of that warning
 AHEAD = (1.0, 0.25)  # how far to plan ahead for later sizes, as far as there is room
 _MIN_AHEAD = 1 / 32  # while sizes grow by steps
 _PLACED = (
@@ -294,6 +299,23 @@ class Compiler:
                 f"same device{both}"
             )
 
+    def _warn_of_faster_cpu(self, choices: Sequence[Choice]) -> None:
+        """Warn once if everything on the CPU is much faster than a plan without offload."""
+        warned, problems = self.model_copy.warned, [choice.problem for choice in choices]
+        cpu, planned = self.topology.cpu, math.fsum(one.call.weight * one.seconds for one in choices)
+        if cpu is None or not all(p.offload and not p.balance for p in problems) or _FASTER_CPU in warned:
+            return
+        on_cpu = [evaluate(problem, on_one_device(problem, cpu)) for problem in problems]
+        alone = math.fsum(c.call.weight * e.seconds for c, e in zip(choices, on_cpu, strict=True))
+        feasible = all(e.feasible and {*e.assignment.operations.values()} <= {cpu} for e in on_cpu)
+        if feasible and planned > max(_MUCH_FASTER * alone, _NOTICED):
+            warned.add(_FASTER_CPU)
+            warn(
+                f"the plan is estimated to take {planned:.2g} s, everything on the CPU {alone:.2g} s. Where "
+                "the accelerators hold the model, the CPU computes nothing: to run all of it there, give "
+                "max_memory the CPU alone"
+            )
+
     @property
     def _formulation(self) -> Formulation:
         return Formulation(self.topology, self.options, self.committed, self.mappable)
@@ -317,6 +339,8 @@ class Compiler:
             choices = self._run_passes(state)
         for choice in choices:
             _refuse_shared(choice.problem.graph, self.model_copy, placed=self.homes is not None)
+        if self.homes is None:
+            self._warn_of_faster_cpu(choices)
         return [Planned(one.member.annotator.capture, plan_of(one), one.member.call) for one in choices]
 
 

@@ -530,3 +530,15 @@ def test_placed_model_repr_follows_the_models_own() -> None:
     assert repr(placed) == own + "placed at its first call)"
     placed(torch.ones(1, 4))
     assert repr(placed) == own + "placed: 1 stage on CPU)"
+
+
+@pytest.mark.parametrize(("bandwidth", "warned"), [(1e6, 1), (25e9, 0)])
+def test_much_faster_cpu_is_named_in_a_warning(bandwidth: float, warned: int) -> None:
+    """Accelerators that hold the model compute, even if a slow link makes the CPU faster."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.ones(64, 64)
+    links = {("cpu", 0): graphplan.Link(bandwidth, 1e-5)}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        plan = graphplan.plan(model, {0: "1MiB", "cpu": "1MiB"}, (x,), links=links)
+    assert {run.device for run in plan.schedule.runs()} == {0}
+    assert [str(one.message).count("everything on the CPU") for one in found] == [1] * warned
