@@ -158,9 +158,7 @@ class StreamedSearch:
             search = SegmentDP(self.arrays, self.effort, **options)
             complete = search.complete
             self._offer_segments(search)
-        for device, *_ in device_classes(self.arrays):
-            if self.best is None or not self.arrays.accelerates[device]:
-                self._try_device(device)
+        self.try_single_devices()
         self._spread_evenly()
         if self.best is None and self.nearest is not None:
             with self.effort.fraction(PARAMS.local_share) as sub_effort:
@@ -202,12 +200,15 @@ class StreamedSearch:
         homes = {name: key for name, key in homes.items() if key in map(operations.get, readers[name])}
         return replace(assign_weights(problem, operations, streamed, homes), slots=warm_start.slots)
 
-    def _try_device(self, device: int) -> None:
-        arrays = self.arrays
-        devices = arrays.expand(np.full(len(arrays.units), device))
-        self._stream_excess({device: 0.0}, devices)
-        if arrays.accelerates[device]:
-            self._stream_excess({device: float(arrays.weight_bytes.sum())}, devices)
+    def try_single_devices(self) -> None:
+        """Try everything on one device, with as few weights streamed as possible, and with all of them."""
+        arrays, weights = self.arrays, range(self.arrays.values, len(self.arrays.names))
+        streamable = [arrays.names[item] for item in weights if self.guide.is_streamable(item)]
+        for device, *_ in device_classes(arrays):
+            devices = arrays.expand(np.full(len(arrays.units), device))
+            self._stream_excess({device: 0.0}, devices)
+            if arrays.accelerates[device]:
+                self.offer(self._evaluate(assign_weights(self.problem, arrays.named(devices), streamable)))
 
     def _spread_evenly(self) -> None:
         """Try slots of each size with all on one accelerator, and with the devices of the best placement."""

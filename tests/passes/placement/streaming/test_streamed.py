@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from networks import t5
 from placements import CARD, HOST, equal_cards, stack
-from random_problems import MEDIUM, random_instance
+from random_problems import MEDIUM, TINY, Parameters, random_instance
 from second_set import second_set
 
 from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
@@ -22,7 +22,7 @@ from graphplan.passes.placement.bounds.relaxation import least_seconds
 from graphplan.passes.placement.certificate import Scope
 from graphplan.passes.placement.driver import attempt, holds_for, place
 from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
-from graphplan.passes.placement.params import Effort, Limits
+from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort, Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import assign_weights, unread_weights
 from graphplan.passes.placement.streaming.streamed import StreamedSearch
@@ -216,6 +216,31 @@ def test_mixed_gpus_stream_weights_to_the_faster_one() -> None:
     like = place(Problem(graph, Topology((*cards, HOST), {}, link), CPU))
     assert not like.evaluation.schedule.prefetch_buffers
     assert like.bound.scope is Scope.WITHOUT_OFFLOAD
+
+
+def test_identical_gpus_stream_weights_to_save_slow_transfers() -> None:
+    graph = stack([3 * MIB] * 8, 10**10, activation=4 * MIB)
+    cards = [replace(CARD, key=key, device=f"sim:{key}", memory=22 * MIB) for key in range(2)]
+    topology = Topology((*cards, HOST), {(0, 1): Link(1e9, 1e-5)}, Link(25e9, 1e-5))
+    problem = Problem(graph, topology, CPU)
+    found, resident = place(problem), place(replace(problem, offload=False))
+    assert len({*found.evaluation.assignment.operations.values()}) == 1
+    assert found.bound.scope is Scope.ON_ACCELERATORS
+    assert found.evaluation.seconds < 0.98 * resident.evaluation.seconds
+    further = place(replace(problem, further_calls=True))
+    assert further.evaluation.seconds == resident.evaluation.seconds
+
+
+@pytest.mark.parametrize(("seed", "size"), [(386, TINY), (196, MEDIUM)])
+def test_first_placement_is_no_slower_than_streaming_all_weights(seed: int, size: Parameters) -> None:
+    problem = random_instance(seed, size).problem
+    streamed = [name for name in problem.graph.weights if name in problem.graph.streamable]
+    search = StreamedSearch(problem, Effort(4 * PARAMS.visits(len(problem.graph.operations))))
+    search.find_first_placement()
+    for key in problem.topology.accelerator_keys:
+        operations = problem.on_allowed_devices(dict.fromkeys(problem.graph.operations, key))
+        found = evaluate_filled(problem, assign_weights(problem, operations, streamed), search.arrays.unread)
+        assert not found.feasible or search.seconds <= found.seconds * (1 + ROUNDING)
 
 
 def test_weights_kept_on_other_accelerator_get_least_bound() -> None:
