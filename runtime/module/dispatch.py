@@ -277,8 +277,9 @@ class _ProgramSearch:
         return len(state.programs) - 1
 
     def _warn_of_many(self, why: str) -> None:
-        """Warn once of many graphs, and once of many plans of graphs that were traced before."""
-        *before, latest = [program.trace for program in self.state.programs]
+        """Warn once of many graphs of one entry, and once of many plans of graphs that were traced before."""
+        entry = self.request.entry
+        *before, latest = [program.trace for program in self.state.programs if program.entry == entry]
         is_new, graphs = latest not in before, len({*before, latest})
         if is_new and graphs == _MANY:
             warn(_MANY_GRAPHS.format(why))

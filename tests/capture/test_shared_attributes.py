@@ -99,7 +99,7 @@ def test_iterators_advance_in_each_call(args: tuple[torch.Tensor, ...]) -> None:
             warnings.simplefilter("always")
             placed = graphplan.partition(model, {0: "1MiB"}, args)
             found = [placed(X) for _ in range(5)]
-        assert "forward uses 'turns' (cycle), which goes on" in " ".join(str(one.message) for one in told)
+        assert "forward uses 'turns' (cycle), which advances" in " ".join(str(one.message) for one in told)
         torch.testing.assert_close(found, [model(X) for _ in range(5)])
 
 
