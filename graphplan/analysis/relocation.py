@@ -305,7 +305,7 @@ def _compared(slower: float, *, offloads: bool) -> str:
         faster = f"faster by {time_text(-slower)}, but " if slower < -EPSILON else ""
         return (
             f"{faster}while the accelerators hold the model, the CPU computes nothing, and weights are "
-            "streamed only to faster or fewer accelerators, by a single call without a cache"
+            "streamed only to faster accelerators, by a single call without a cache"
         )
     if slower < -EPSILON:
         return f"none: faster by {time_text(-slower)}; the search did not find this"

@@ -1,8 +1,8 @@
 """The driver: which searches a problem gets, in which order, within one effort.
 
 Accelerators come first. Where they hold the model, the CPU computes nothing, and weights are streamed only if
-this lets operations run on faster or fewer accelerators and the weights serve no other forward passes. Within
-these rules the fastest placement is taken.
+operations then run on faster accelerators and the weights serve no other forward passes. Within these rules
+the fastest placement is taken.
 """
 
 from __future__ import annotations
@@ -206,40 +206,30 @@ def attempt(problem: Problem, limits: Limits, warm_start: Assignment | None) -> 
     return None
 
 
-def _with_streaming(
+def _on_faster_accelerators(
     search: ResidentSearch, resident: Evaluation, problem: Problem, limits: Limits
 ) -> Solution | None:
-    """Return a streamed placement on the accelerators, if it is faster than the resident one, else None.
+    """Return a streamed placement with operations on faster accelerators, if it is faster, else None.
 
-    It is tried if operations would run on faster accelerators; or if it is faster already with everything on
-    one accelerator, which saves the transfers between them. It is not tried where the weights serve other
-    forward passes: the tokens after a prompt would stream them too. Nor in training: the CPU would update
-    them.
+    It is not tried where the weights serve other forward passes: the tokens after a prompt would stream them
+    too. Nor in training: the CPU would update them.
     """
-    if not _may_stream_anyway(problem):
+    negligible = PARAMS.sufficient_gap * resident.seconds
+    if search.beyond_fastest <= negligible or not _may_stream_anyway(problem):
         return None
     candidate = replace(problem, allowed=search.problem.allowed)
-    start = resident
-    if search.beyond_fastest <= PARAMS.sufficient_gap * resident.seconds:
-        if search.beyond_one_device <= PARAMS.negligible * resident.seconds:
-            return None
-        single = StreamedSearch(candidate, limits.work(len(problem.graph.operations)), best=resident)
-        single.try_single_devices()
-        assert single.best is not None
-        start = single.best
-        if start.seconds >= (1 - PARAMS.sufficient_gap) * resident.seconds:
-            return None
-    streamed = _place_streamed(candidate, problem, limits, start.assignment)
+    streamed = _place_streamed(candidate, problem, limits, resident.assignment)
     return None if streamed is None or streamed.evaluation.seconds >= resident.seconds else streamed
 
 
 def _may_stream_anyway(problem: Problem) -> bool:
-    """Whether streaming may pay though the accelerators hold the weights, which serve this pass only."""
+    """Whether streaming may pay though mixed accelerators hold the weights, which serve this pass only."""
     graph = problem.graph
+    speeds = {(spec.flops, spec.bandwidth) for spec in problem.topology.accelerators}
     further = problem.further_calls or any(value.stays for value in graph.values.values())
     trains = not problem.streaming or any(op.backward for op in graph.operations.values())
     settled = problem.balance or problem.fixed_weights.keys() >= set(graph.streamable)
-    return _may_offload(problem) and not (further or trains or settled)
+    return len(speeds) > 1 and _may_offload(problem) and not (further or trains or settled)
 
 
 def _place_resident(
@@ -251,8 +241,7 @@ def _place_resident(
         if even is not None:
             return even
         warn(_NOT_EVEN)
-    mixed = len({(spec.flops, spec.bandwidth) for spec in problem.topology.accelerators}) > 1
-    streams_after = mixed and limits.seconds_left is not None and _may_stream_anyway(problem)
+    streams_after = limits.seconds_left is not None and _may_stream_anyway(problem)
     effort = (limits.until(0.5) if streams_after else limits).work(len(candidate.graph.operations))
     search = ResidentSearch(replace(candidate, balance=False), effort)
     if not _find_first_placement(search, warm_start):
@@ -268,7 +257,7 @@ def _place_resident(
     evaluation = search.evaluation()
     if evaluation is None or not evaluation.feasible:
         return None
-    streamed = _with_streaming(search, evaluation, problem, limits)
+    streamed = _on_faster_accelerators(search, evaluation, problem, limits)
     return streamed or _certified(evaluation, search.bound, candidate, problem)
 
 

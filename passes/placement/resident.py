@@ -299,13 +299,6 @@ class ResidentSearch:
         compute = self.arrays.compute
         return float((compute[self.devices, np.arange(self.arrays.count)] - compute.min(axis=0)).sum())
 
-    @property
-    def beyond_one_device(self) -> float:
-        """The incumbent's seconds beyond those of everything on the best one device, had it the memory."""
-        arrays, units = self.arrays, len(self.arrays.units)
-        alone = (arrays.expand(np.full(units, d)) for d in np.flatnonzero(arrays.accelerates))
-        return self.seconds - min((arrays.seconds(devices) for devices in alone), default=np.inf)
-
     def evaluation(self) -> Evaluation | None:
         """Return the evaluation of the best placement; None if there is none."""
         if self.devices is None:

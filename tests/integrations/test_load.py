@@ -182,7 +182,7 @@ def test_weights_of_other_shapes_raise(tmp_path: Path) -> None:
     state = load_file(tmp_path / "model.safetensors")
     save_file({**state, "model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
     with pytest.raises(
-        graphplan.CheckpointError, match=r"'model\.norm\.weight' is of shape \[3\], in the model"
+        graphplan.CheckpointError, match=r"'model\.norm\.weight' has shape \[3\], but \[64\] in the model"
     ):
         open_pretrained(tmp_path)
 

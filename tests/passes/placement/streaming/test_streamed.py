@@ -218,19 +218,6 @@ def test_mixed_gpus_stream_weights_to_the_faster_one() -> None:
     assert like.bound.scope is Scope.WITHOUT_OFFLOAD
 
 
-def test_identical_gpus_stream_weights_to_save_slow_transfers() -> None:
-    graph = stack([3 * MIB] * 8, 10**10, activation=4 * MIB)
-    cards = [replace(CARD, key=key, device=f"sim:{key}", memory=22 * MIB) for key in range(2)]
-    topology = Topology((*cards, HOST), {(0, 1): Link(1e9, 1e-5)}, Link(25e9, 1e-5))
-    problem = Problem(graph, topology, CPU)
-    found, resident = place(problem), place(replace(problem, offload=False))
-    assert len({*found.evaluation.assignment.operations.values()}) == 1
-    assert found.bound.scope is Scope.ON_ACCELERATORS
-    assert found.evaluation.seconds < 0.98 * resident.evaluation.seconds
-    further = place(replace(problem, further_calls=True))
-    assert further.evaluation.seconds == resident.evaluation.seconds
-
-
 @pytest.mark.parametrize(("seed", "size"), [(386, TINY), (196, MEDIUM)])
 def test_first_placement_is_no_slower_than_streaming_all_weights(seed: int, size: Parameters) -> None:
     problem = random_instance(seed, size).problem
