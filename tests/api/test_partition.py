@@ -95,6 +95,7 @@ def test_tied_weight_is_placed_once() -> None:
         assert weights < 1.05 * bytes_of(model) + 512 * 12
 
 
+@pytest.mark.full_search
 def test_placed_model_keeps_names_and_types() -> None:
     model = Tied().eval()
     with graphplan.simulate(budgets_of(model, {0: 0.3, "cpu": 3.0})) as machine:
