@@ -312,9 +312,8 @@ def _whisper() -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    "frames", [64, pytest.param(150, marks=pytest.mark.slow)]
-)  # as heard at once, and more
+@pytest.mark.slow
+@pytest.mark.parametrize("frames", [64, 150])  # as heard at once, and more
 def test_whisper_on_two_accelerators(frames: int) -> None:
     """Keys and values of a layer stay together; the audio mask does not limit the text length."""
     model, sound = _whisper(), torch.randn(2, 16, frames)

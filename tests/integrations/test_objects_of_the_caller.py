@@ -205,6 +205,7 @@ class Logs(LlamaForCausalLM):
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:`past_key_values` is deprecated:FutureWarning"
 )  # transformers 5.24 renames it
@@ -251,6 +252,7 @@ def test_cache_is_extended_by_calls_the_exporter_refuses(more: dict[str, Any]) -
         assert largest_difference(*last) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_cache_of_a_model_inside_another_is_extended() -> None:
     model, caches = Wrapped().eval(), (DynamicCache(), DynamicCache())
     with graphplan.simulate(ROOM) as machine, torch.no_grad():
