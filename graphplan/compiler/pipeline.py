@@ -60,7 +60,7 @@ _WORTH = 2.0  # a plan for larger sizes, which are likely next, may be so many t
 _MUCH_FASTER = 2.0  # factor: a warning names the CPU if it is so much faster than the plan
 _FASTER_CPU = "a faster CPU"  # key of that warning
 AHEAD = (1.0, 0.25)  # how far to plan ahead for later sizes, as far as there is room
-_MIN_AHEAD = 1 / 32  # while sizes grow by steps
+_MIN_AHEAD = 1 / 32  # share of a size by which a plan exceeds it at least, while it grows by steps
 _PLACED = (
     "\nEarlier plans of this model have placed the weights. To leave room for these inputs ({}), give "
     "partition {}"
