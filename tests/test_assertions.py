@@ -132,4 +132,4 @@ def test_each_assertion_form_asks_for_truth() -> None:
     assert false or (value and kind)
     assert false or not true or value
     assert true.wanted == [True, True, True, None, None, False]
-    assert false.wanted == [False, False, None, None, None, None, True]
+    assert false.wanted == [False, False, None, None, None, True, True]
