@@ -140,7 +140,6 @@
   Search.start();
   MemoryCharts.start();
   Timeline.start();
-  Compare.start();
   Spent.start();
   Tables.start();
   Search.follow();
