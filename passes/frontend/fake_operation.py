@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphplan._compat.torch import run_scan, storage_of
 from graphplan._compat.traced_tensors import untraced
 from graphplan.capture.attention import RUNS as ATTENTION
-from graphplan.capture.transformers.recurrences import RECURRENCES, run_in_torch, text_length, with_length
+from graphplan.capture.transformers.recurrences import RECURRENCES, Recurrence
 from graphplan.devices.machine import unmetered
 from graphplan.devices.topology import SIMULATED, round_up
 from graphplan.ir.liveness import LiveStorages
@@ -153,7 +153,7 @@ class _Tracker(TorchDispatchMode):
             return self._map(func, *args)
         if func is torch.ops.higher_order.scan:
             return self._scan(func, *args)
-        if func in RECURRENCES:  # run step by step, to see workspace and FLOPs
+        if func in RECURRENCES.values():  # run step by step, to see workspace and FLOPs
             return self._recurrence(func, args)
         if func is aten.equal.default and self.target is aten.istft.default:
             return False  # istft's check of its window's values, which a fake lacks
@@ -234,14 +234,12 @@ class _Tracker(TorchDispatchMode):
 
     def _recurrence(self, operation: Any, args: tuple[Any, ...]) -> Any:
         """Run a recurrence round by round; a long text is extrapolated from two shorter ones."""
-        length = text_length(operation, args)
-        if length <= sum(_LENGTHS):
+        recurrence = Recurrence.of(operation, args)
+        if recurrence.rounds <= sum(_LENGTHS):
             with self:
-                return run_in_torch(operation, args)
-        short, longer = (
-            _tracked(operation, with_length(operation, args, tokens), self.kernels) for tokens in _LENGTHS
-        )
-        factor = (length - _LENGTHS[1]) / (_LENGTHS[1] - _LENGTHS[0])
+                return recurrence.run_in_torch()
+        short, longer = (self._tracked(recurrence.with_length(tokens)) for tokens in _LENGTHS)
+        factor = (recurrence.rounds - _LENGTHS[1]) / (_LENGTHS[1] - _LENGTHS[0])
         peak, flops = (round(b + (b - a) * factor) for a, b in zip(short, longer, strict=True))
         results = operation(*args)
         result_bytes = sum(round_up(result.untyped_storage().nbytes()) for result in results)
@@ -249,6 +247,13 @@ class _Tracker(TorchDispatchMode):
         self.live.count([*results, workspace])
         self.flops += flops
         return results
+
+    def _tracked(self, recurrence: Recurrence) -> tuple[int, int]:
+        """Return the bytes that a recurrence needs beyond its arguments, and its FLOPs."""
+        _, tensors, _ = recurrence.operands()
+        with _Tracker(tensors, self.target, self.kernels) as tracker:
+            recurrence.run_in_torch()
+        return tracker.live.peak, tracker.flops
 
 
 def _viewed_strides(fake: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:
@@ -258,11 +263,3 @@ def _viewed_strides(fake: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]
     """
     with untraced():
         return torch.empty_strided(fake.shape, fake.stride(), device="meta").view(shape).stride()
-
-
-def _tracked(operation: Any, args: tuple[Any, ...], kernels: DispatchKey) -> tuple[int, int]:
-    """Return the bytes that a recurrence needs beyond its arguments, and its FLOPs."""
-    tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-    with _Tracker(tensors, operation, kernels) as tracker:
-        run_in_torch(operation, args)
-    return tracker.live.peak, tracker.flops

@@ -7,7 +7,8 @@ recurrence is one operation, which runs transformers' own function::
 
     eager      for index in range(seq_len): ...
     exporter   the same, unrolled
-    here       graphplan.selective_scan("transformers.models.mamba.modeling_mamba", hidden_states, dt, ...)
+    here       graphplan.mamba_selective_scan("transformers.models.mamba.modeling_mamba", [x, dt, ...],
+                                              '{"hidden_states": {"tensor": 0}, "dt": {"tensor": 1}, ...}')
 """
 
 from __future__ import annotations
@@ -15,46 +16,42 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from graphplan.capture.structure import leaves_of
 from graphplan.capture.thread_patches import patched, unpatched
 
-_SCAN = "mamba_selective_scan"
-_DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-_LINEAR = "rwkv_linear_attention"
-_LOOPS = {_LINEAR: f"{_LINEAR}_cpu"}  # where the function itself only chooses between kernel and loop
+_DELTA_RULE = 1, ("value", "query", "key", "g", "beta")
+_TEXTS = {
+    "mamba_selective_scan": (2, ("hidden_states", "dt", "B", "C", "z")),
+    "torch_chunk_gated_delta_rule": _DELTA_RULE,
+    "chunk_kimi_delta_attention": _DELTA_RULE,
+    "rwkv_linear_attention": (1, ("value", "key")),
+}
+"""Function -> dimension of the tokens, and the arguments that have it; outputs are shaped as the first."""
 
-_Find = Callable[[str, str], Callable[..., Any]]
-"""(module, function name) -> function of transformers."""
+_RESULTS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_TEXTS, lambda outputs, *state: (outputs, *(state or [None]))),
+    "mamba_selective_scan": lambda outputs, *state: (outputs, *state) if state else outputs,
+    "rwkv_linear_attention": lambda outputs, *state: (outputs, list(state) or None),
+}
+"""Function -> its result, made of the tensors in it: the outputs, and the last state if it was asked for."""
+
+_LOOPS = {"rwkv_linear_attention": "rwkv_linear_attention_cpu"}
+"""Function that only chooses between a kernel and a loop -> the loop."""
+
+_CHUNK = "chunk_size"
+"""The argument of functions that loop over chunks."""
 
 _LIBRARY = torch.library.Library("graphplan", "FRAGMENT")
-_LIBRARY.define(
-    "selective_scan(str module, Tensor hidden_states, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, "
-    "Tensor? z, Tensor? delta_bias, bool delta_softplus, bool use_mambapy) -> (Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "delta_rule(str module, str function, Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, "
-    "Tensor? initial_state, int chunk_size, bool use_qk_l2norm_in_kernel) -> (Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "linear_attention(str module, Tensor time_decay, Tensor time_first, Tensor key, Tensor value, "
-    "Tensor[] state) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-
-selective_scan = torch.ops.graphplan.selective_scan.default
-"""Returns outputs (batch, channels, length) and the last state (batch, channels, states)."""
-
-delta_rule = torch.ops.graphplan.delta_rule.default
-"""Returns outputs (batch, length, heads, value size) and last state (batch, heads, key size, value size)."""
-
-linear_attention = torch.ops.graphplan.linear_attention.default
-"""Returns outputs (batch, length, channels) and last numerators, denominators, maxima (batch, channels)."""
 
 
 def _original(module: str, name: str) -> Callable[..., Any]:
@@ -63,88 +60,98 @@ def _original(module: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def _in_torch(module: str, name: str) -> Callable[..., Any]:
-    """Return the function's implementation in torch operations, whatever kernels are installed."""
-    loop: Callable[..., Any] = inspect.unwrap(_original(module, _LOOPS.get(name, name)))
-    return loop
+def _tensors_in(result: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves_of(result) if isinstance(leaf, torch.Tensor)]
 
 
-def _scan(find: _Find, module: str, *args: Any) -> tuple[Any, ...]:
-    hidden_states, dt, a, b, c, d, z, delta_bias, delta_softplus, use_mambapy = args
-    options = {"D": d, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
-    options |= {"return_last_state": True, "use_mambapy": use_mambapy}
-    return tuple(find(module, _SCAN)(hidden_states, dt, a, b, c, **options))
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """A call of a function that loops over a text.
+
+    Attributes:
+        name: the name of the function.
+        module: the name of its module.
+        arguments: its arguments by name.
+    """
+
+    name: str
+    module: str
+    arguments: dict[str, Any]
+
+    @classmethod
+    def of(cls, operation: Any, args: Sequence[Any]) -> Recurrence:
+        """Return the call that an operation makes."""
+        module, tensors, text = args
+
+        def referred(part: dict[str, Any]) -> Any:
+            return tensors[part["tensor"]] if "tensor" in part else part
+
+        arguments = json.loads(text, object_hook=referred)
+        return cls(operation._schema.name.partition("::")[2], module, arguments)
+
+    def operands(self) -> tuple[str, list[torch.Tensor], str]:
+        """Return the arguments of the operation that makes the call."""
+        tensors: list[torch.Tensor] = []
+
+        def reference(tensor: torch.Tensor) -> dict[str, int]:
+            tensors.append(tensor)
+            return {"tensor": len(tensors) - 1}
+
+        return self.module, tensors, json.dumps(self.arguments, default=reference)
+
+    @property
+    def length(self) -> Any:
+        """The number of tokens."""
+        dimension, (first, *_) = _TEXTS[self.name]
+        return self.arguments[first].shape[dimension]
+
+    @property
+    def rounds(self) -> int:
+        """The number of tokens, if it loops over tokens; 0 if it loops over chunks."""
+        return 0 if _CHUNK in self.arguments else int(self.length)
+
+    def with_length(self, length: int) -> Recurrence:
+        """Return the call for a text of another length, without data; one token is a chunk."""
+        dimension, names = _TEXTS[self.name]
+        tensors = {name: self.arguments[name] for name in names if self.arguments[name] is not None}
+        resized = {name: _resized(tensor, dimension, length) for name, tensor in tensors.items()}
+        chunk = {_CHUNK: 1} if _CHUNK in self.arguments and length == 1 else {}
+        return replace(self, arguments=self.arguments | resized | chunk)
+
+    def run(self) -> list[torch.Tensor]:
+        """Run transformers' function, and return the tensors in its result."""
+        return _tensors_in(_original(self.module, self.name)(**self.arguments))
+
+    def run_in_torch(self) -> list[torch.Tensor]:
+        """Run it in torch operations, whatever kernels are installed, to measure it on fake tensors."""
+        loop = inspect.unwrap(_original(self.module, _LOOPS.get(self.name, self.name)))
+        no_kernel = {"use_mambapy": False} if "use_mambapy" in self.arguments else {}
+        return _tensors_in(loop(**{**self.arguments, **no_kernel}))
+
+    def shapes(self) -> list[torch.Tensor]:
+        """Return the results without data: those for one token, with the outputs as long as the text."""
+        outputs, *states = self.with_length(1).run_in_torch()
+        outputs = _resized(outputs, _TEXTS[self.name][0], self.length)
+        return [outputs, *(state.new_empty(state.shape) for state in states)]
 
 
-def _apply_rule(find: _Find, module: str, *args: Any) -> tuple[Any, ...]:
-    name, query, key, value, g, beta, initial_state, chunk_size, use_qk_l2norm_in_kernel = args
-    options = {"chunk_size": chunk_size, "initial_state": initial_state, "output_final_state": True}
-    options |= {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-    return tuple(find(module, name)(query, key, value, g=g, beta=beta, **options))
+def _resized(tensor: torch.Tensor, dimension: int, length: Any) -> torch.Tensor:
+    return tensor.new_empty((*tensor.shape[:dimension], length, *tensor.shape[dimension + 1 :]))
 
 
-def _attend(find: _Find, module: str, *args: Any) -> tuple[Any, ...]:
-    *tensors, state = args
-    outputs, last = find(module, _LINEAR)(*tensors, state=state or None, return_state=True)
-    return outputs, *last
-
-
-RECURRENCES = {selective_scan: _scan, delta_rule: _apply_rule, linear_attention: _attend}
-"""Operation -> implementation."""
-
-_TOKENS = {selective_scan: (1, 2), linear_attention: (3, 1)}
-"""Token-by-token operation -> (index of the argument with the outputs' shape, its token dimension)."""
-
-
-def run_in_torch(operation: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Run an operation in torch operations, whatever kernels are installed, to measure it on fake tensors."""
-    if operation is selective_scan:
-        args = (*args[:-1], False)  # no mambapy, which does not support fake tensors
-    return RECURRENCES[operation](_in_torch, *args)
-
-
-def text_length(operation: Any, args: tuple[Any, ...]) -> int:
-    """Return the number of tokens over which an operation loops; 0 if it loops over chunks."""
-    if operation not in _TOKENS:
-        return 0
-    index, dimension = _TOKENS[operation]
-    return int(args[index].shape[dimension])
-
-
-def with_length(operation: Any, args: tuple[Any, ...], length: int) -> tuple[Any, ...]:
-    """Return the arguments for a text of another length, without data."""
-    _, dimension = _TOKENS[operation]
-
-    def short(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() != 3:
-            return value
-        shape = [length if index == dimension else size for index, size in enumerate(value.shape)]
-        return value.new_empty(shape)
-
-    return tuple(map(short, args))
-
-
-def _shapes_by_token(operation: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-    """Return the results without data: the shapes of one token, extended to the length of the text."""
-    outputs, *last = run_in_torch(operation, with_length(operation, args, 1))
-    index, _ = _TOKENS[operation]
-    return outputs.new_empty(args[index].shape), *(tensor.new_empty(tensor.shape) for tensor in last)
-
-
-def _shapes_of_rule(*args: Any) -> tuple[torch.Tensor, ...]:
-    """Return both results without data; the state is float32 for all input dtypes."""
-    query, key, value = args[2:5]
-    batch, _, heads, size = value.shape
-    state = value.new_empty((batch, heads, key.shape[-1], size), dtype=torch.float32)
-    return value.new_empty(value.shape, dtype=query.dtype), state
-
-
-for _operation, _run in RECURRENCES.items():
-    _by_token = functools.partial(_shapes_by_token, _operation)
-    _LIBRARY.impl(_operation, functools.partial(_run, _original), "CompositeExplicitAutograd")
+def _defined(name: str) -> Any:
+    """Define the operation that calls a function."""
+    _LIBRARY.define(f"{name}(str module, Tensor[] tensors, str arguments) -> Tensor[]")
+    operation = getattr(torch.ops.graphplan, name).default
+    _LIBRARY.impl(operation, lambda *args: Recurrence.of(operation, args).run(), "CompositeExplicitAutograd")
     torch.library.register_fake(
-        _operation, _by_token if _operation in _TOKENS else _shapes_of_rule, lib=_LIBRARY
+        operation, lambda *args: Recurrence.of(operation, args).shapes(), lib=_LIBRARY
     )
+    return operation
+
+
+RECURRENCES = {name: _defined(name) for name in _TEXTS}
+"""Function -> the operation that calls it."""
 
 
 @contextmanager
@@ -154,7 +161,7 @@ def recurrences_as_operations(module: nn.Module) -> Iterator[None]:
     operations = (
         (sys.modules[home], name, functools.partial(_as_operation, home, name))
         for home in homes
-        for name in _REPLACED
+        for name in _TEXTS
         if hasattr(sys.modules[home], name)
     )
     with patched(*operations):
@@ -163,43 +170,16 @@ def recurrences_as_operations(module: nn.Module) -> Iterator[None]:
 
 def _as_operation(home: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(inspect.unwrap(function))
-    replacement = _REPLACED[name]
+    result_of = _RESULTS[name]
 
     @functools.wraps(function)
     def recurrence(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        arguments = bound.arguments
+        others = bound.arguments.pop("kwargs", {})
         # only the kernels support lengths of packed texts and the like
-        has_lengths = any(isinstance(value, torch.Tensor) for value in arguments.get("kwargs", {}).values())
-        if has_lengths or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or any(isinstance(value, torch.Tensor) for value in others.values()):
             return function(*args, **kwargs)
-        return replacement(home, arguments)
+        return result_of(*RECURRENCES[name](*Recurrence(name, home, bound.arguments).operands()))
 
     return recurrence
-
-
-def _scan_whole(home: str, arguments: dict[str, Any]) -> Any:
-    tensors = [arguments[name] for name in ("hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias")]
-    outputs, state = selective_scan(home, *tensors, arguments["delta_softplus"], arguments["use_mambapy"])
-    return (outputs, state) if arguments["return_last_state"] else outputs
-
-
-def _rule_whole(function: str, home: str, arguments: dict[str, Any]) -> Any:
-    tensors = [arguments[name] for name in ("query", "key", "value", "g", "beta", "initial_state")]
-    flags = arguments["chunk_size"], arguments["use_qk_l2norm_in_kernel"]
-    outputs, state = delta_rule(home, function, *tensors, *flags)
-    return outputs, state if arguments["output_final_state"] else None
-
-
-def _attention_whole(home: str, arguments: dict[str, Any]) -> Any:
-    tensors = [arguments[name] for name in ("time_decay", "time_first", "key", "value")]
-    outputs, *state = linear_attention(home, *tensors, list(arguments["state"] or ()))
-    return outputs, state if arguments["return_state"] or arguments["state"] is not None else None
-
-
-_REPLACED: dict[str, Callable[[str, dict[str, Any]], Any]] = {
-    _SCAN: _scan_whole,
-    **{name: functools.partial(_rule_whole, name) for name in _DELTA_RULES},
-    _LINEAR: _attention_whole,
-}

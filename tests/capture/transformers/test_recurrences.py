@@ -15,14 +15,10 @@ from torch.utils import _pytree as pytree
 
 import graphplan
 from graphplan.capture.transformers import recurrences
-from graphplan.capture.transformers.recurrences import (
-    linear_attention,
-    recurrences_as_operations,
-    selective_scan,
-)
+from graphplan.capture.transformers.recurrences import RECURRENCES, Recurrence, recurrences_as_operations
 from graphplan.passes.frontend import fake_operation
 from graphplan.passes.frontend.fake_operation import run_fake
-from graphplan.passes.frontend.tensor_meta import TensorMeta, describe, is_tensor_meta
+from graphplan.passes.frontend.tensor_meta import describe, is_tensor_meta
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,12 +69,12 @@ LINEAR = {
     "linear_num_value_heads": 4,
 }
 FAMILIES = {
-    "mamba": (mamba, "selective_scan"),
-    "falcon_mamba": (falcon_mamba, "selective_scan"),
-    "jamba": (jamba, "selective_scan"),
-    "qwen3_next": (qwen3_next, "delta_rule"),
-    "kimi_linear": (kimi_linear, "delta_rule"),
-    "rwkv": (rwkv, "linear_attention"),
+    "mamba": (mamba, "mamba_selective_scan"),
+    "falcon_mamba": (falcon_mamba, "mamba_selective_scan"),
+    "jamba": (jamba, "mamba_selective_scan"),
+    "qwen3_next": (qwen3_next, "torch_chunk_gated_delta_rule"),
+    "kimi_linear": (kimi_linear, "chunk_kimi_delta_attention"),
+    "rwkv": (rwkv, "rwkv_linear_attention"),
 }
 MORE = FAMILIES.keys() - {"mamba"}  # under -m slow
 LENGTHS = (9, 40, 66)  # of one chunk and of two, where a family goes by chunks of 64
@@ -91,7 +87,7 @@ STEP_BY_STEP = (9, 16)
 def test_one_graph_serves_all_lengths(family: str) -> None:
     torch.manual_seed(0)
     make, operation = FAMILIES[family]
-    lengths = STEP_BY_STEP if operation == "selective_scan" else LENGTHS
+    lengths = STEP_BY_STEP if operation == "mamba_selective_scan" else LENGTHS
     model = make().eval()
     ids = torch.randint(6, VOCABULARY, (2, lengths[-1]))
     with torch.no_grad():
@@ -148,21 +144,24 @@ def test_eager_runs_while_another_thread_traces() -> None:
             assert torch.equal(model(ids).logits, expected)
 
 
-@pytest.mark.parametrize("operation", [selective_scan, linear_attention])
-def test_long_texts_are_measured_by_shorter_ones(operation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def tensor(*shape: int) -> TensorMeta:
-        return describe(torch.empty(shape))
-
-    if operation is selective_scan:
-        text = [tensor(2, 32, 50), tensor(2, 32, 50), tensor(32, 8), tensor(2, 8, 50), tensor(2, 8, 50)]
-        args = ["transformers.models.mamba.modeling_mamba", *text, tensor(32), text[0], None, True, False]
+@pytest.mark.parametrize("family", ["mamba", "rwkv"])
+def test_long_texts_are_measured_by_shorter_ones(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, state = torch.empty(2, 32, 50), torch.empty(2, 8, 50)
+    if family == "mamba":
+        text = {"hidden_states": x, "dt": x, "A": torch.empty(32, 8), "B": state, "C": state}
+        arguments = {**text, "D": torch.empty(32), "z": x, "delta_bias": None, "delta_softplus": True}
+        name, flags = "mamba_selective_scan", {"return_last_state": True, "use_mambapy": True}
     else:
-        text = [tensor(32), tensor(32), tensor(2, 50, 32), tensor(2, 50, 32), []]
-        args = ["transformers.models.rwkv.modeling_rwkv", *text]
-    leaves, spec = pytree.tree_flatten((tuple(args), {}), is_leaf=is_tensor_meta)
-    whole = run_fake(operation, leaves, spec, torch.device("cpu"), FakeTensorMode())
+        name, flags = "rwkv_linear_attention", {"state": None, "return_state": True}
+        text = dict.fromkeys(("key", "value"), torch.empty(2, 50, 32))
+        arguments = {**dict.fromkeys(("time_decay", "time_first"), torch.empty(32)), **text}
+    module = f"transformers.models.{family}.modeling_{family}"
+    home, tensors, encoded = Recurrence(name, module, arguments | flags).operands()
+    args = ((home, list(map(describe, tensors)), encoded), {})
+    leaves, spec = pytree.tree_flatten(args, is_leaf=is_tensor_meta)
+    whole = run_fake(RECURRENCES[name], leaves, spec, torch.device("cpu"), FakeTensorMode())
     monkeypatch.setattr(fake_operation, "_LENGTHS", (16, 24))
-    assert whole == run_fake(operation, leaves, spec, torch.device("cpu"), FakeTensorMode())
+    assert whole == run_fake(RECURRENCES[name], leaves, spec, torch.device("cpu"), FakeTensorMode())
 
 
 def test_recurrence_operation_runs_transformers_function() -> None:
