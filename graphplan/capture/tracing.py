@@ -41,7 +41,7 @@ from graphplan.capture.source_lines import failed_line
 from graphplan.capture.structure import flatten
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracers.completion import complete, require_same_gradients, with_example_sizes
-from graphplan.capture.tracers.own_backward import OwnBackward, refusing_own_backward
+from graphplan.capture.tracers.own_backward import refusing_own_backward
 from graphplan.capture.tracers.plain_export import export_declared, export_varying, is_transformers_model
 from graphplan.capture.tracers.transformers_export import export_transformers
 from graphplan.capture.transformers.caches import OWN_ENDINGS, caches_in, layout_of, refuse_opaque
@@ -126,17 +126,14 @@ def capture(
     read_functions()
     autocast = torch.autocast("cpu", model_copy.autocast, enabled=model_copy.autocast is not None)
     module = model_copy.module
-    own_backward = refusing_own_backward(module) if keep_grad else nullcontext(OwnBackward())
+    own_backward = refusing_own_backward(module) if keep_grad else nullcontext(list[type]())
     with suspended(), autocast, own_backward as omitted, _untouched_attributes(module):
         shapes = dynamic_shapes if vary else None
         captured = _exported(model_copy, host, shapes, keep_grad=keep_grad, vary=vary, sizes=sizes)
         captured = complete(captured, model_copy, keep_grad=keep_grad)
         if not any(tensor.device.type == "meta" for tensor in call.tensors):
             captured = with_example_sizes(captured, model_copy, host)  # inputs on meta have no values
-    has_gradients = any(tensor.requires_grad for tensor in call.tensors)
-    if omitted.backward or (omitted.checkpoint and has_gradients):
-        return require_same_gradients(captured, call)
-    return captured
+    return require_same_gradients(captured, call) if omitted else captured
 
 
 def _refuse_layouts(call: BoundCall) -> None:

@@ -25,26 +25,17 @@ _KNOWN = ("torch._", "torch.utils.checkpoint", "transformers.models.bloom.", "tr
 """Modules whose autograd functions are one operation in the graph, or have the true derivative."""
 
 
-class OwnBackward:
-    """The backward passes that a trace has omitted.
-
-    Attributes:
-        backward: whether it omits a backward pass that would run if more inputs required gradients.
-        checkpoint: whether it omits a reentrant checkpoint whose arguments require gradients.
-    """
-
-    backward = False
-    checkpoint = False
-
-
 @contextmanager
-def refusing_own_backward(module: nn.Module) -> Iterator[OwnBackward]:
+def refusing_own_backward(module: nn.Module) -> Iterator[list[type]]:
     """Context manager that refuses a trace of a module if it would lose a custom backward pass or hook.
+
+    It yields a list of the autograd functions that the trace omits, complete at the exit: their gradients
+    depend on which inputs require gradients.
 
     Raises:
         NoGraphError: the graph would have other gradients.
     """
-    omitted = OwnBackward()
+    omitted: list[type] = []
     hooked = next((name for name, part in module.named_modules() if backward_hooks(part)), None)
     if hooked is not None:
         raise NoGraphError(f"{hooked!r} has backward hooks, which a graph does not call")
@@ -81,19 +72,18 @@ def refusing_own_backward(module: nn.Module) -> Iterator[OwnBackward]:
                 f"{cls.__qualname__} has a backward of its own, which cannot be traced: write it in plain "
                 "operations, or as a torch.library.custom_op"
             )
-        omitted.backward = True
+        omitted.append(cls)
     if tensors:
         raise NoGraphError("forward calls register_hook of a tensor: a graph calls no gradient hooks")
 
 
-def _without_checkpoint(omitted: OwnBackward, _original: Callable[..., Any]) -> Callable[..., Any]:
+def _without_checkpoint(omitted: list[type], _original: Callable[..., Any]) -> Callable[..., Any]:
     """Make ``CheckpointFunction.apply`` run its function, with gradients only if an argument has them."""
 
     def apply(function: Callable[..., Any], _preserve: bool, *args: Any) -> Any:
         has_gradients = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
         if torch.is_grad_enabled():
-            omitted.backward |= not has_gradients
-            omitted.checkpoint |= has_gradients
+            omitted.append(checkpoint.CheckpointFunction)
         with torch.set_grad_enabled(has_gradients and torch.is_grad_enabled()):
             return function(*args)
 
