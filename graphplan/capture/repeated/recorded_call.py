@@ -112,14 +112,22 @@ class RecordedCall:
         return same_integers and all(node is one for node, one in nodes if node in self.branched_on)
 
     def canonical_trace(self, integers: list[int]) -> Iterator[Any]:
-        """Yield the trace with numbered nodes: equal for equal traces; ``integers`` are guarded values."""
+        """Yield the trace with numbered nodes: equal for equal traces; ``integers`` are guarded values.
+
+        Raises:
+            NotComparableError: nodes read tensors from outside the call, or data-dependent numbers.
+        """
         number: dict[fx.Node, int] = {}
         for node in self.nodes:
             number.setdefault(node, len(number))
 
         def numbered(node: fx.Node) -> Any:
             value = node.meta.get("val")
-            return describe(value) if is_symbolic(value) else f"%{number[node]}"
+            if is_symbolic(value):
+                return describe(value)
+            if node not in number:
+                raise NotComparableError(f"{node.name} is read, which is not an argument")
+            return f"%{number[node]}"
 
         for event in self.events:
             if isinstance(event, SharedCall):
@@ -132,34 +140,19 @@ class RecordedCall:
                 with untraced():
                     yield constant.tolist() if is_made_in_code(event) else Identities([constant])
                 number[event] = len(number)
-            elif not is_symbolic(event.meta.get("val")):
+            elif event.op != "call_function" or "unbacked_bindings" in event.meta:
+                raise NotComparableError(f"{event.name} is not an operation, or depends on data")
+            elif is_symbolic(event.meta.get("val")):  # a size, which is the same in all blocks
+                symbolic = all(is_symbolic(node.meta.get("val")) for node in event.all_input_nodes)
+                if not symbolic and event.target not in _SIZE_QUERIES:
+                    raise NotComparableError(f"{event.name} is a number that depends on data")
+            else:
                 args, kwargs = fx.map_arg((event.args, event.kwargs), numbered)
                 yield event.target, args, kwargs, describe(event.meta.get("val"))
                 number[event] = len(number)
         assert self.result is not None
         yield self.result.with_integers(integers), *map(numbered, self.result.nodes)
         yield {numbered(before): numbered(after) for before, after in self.rebound.items()}
-
-    def require_closed(self) -> None:
-        """Raise NotComparableError if nodes read tensors from outside the call, or data-dependent numbers."""
-        known = set(self.nodes)
-        for event in self.events:
-            if isinstance(event, SharedCall):
-                known.update(event.result.nodes)
-                continue
-            if "unbacked_bindings" in event.meta:
-                raise NotComparableError(f"the size of {event.name} depends on data")
-            if event.op != "call_function" and event not in self.constants:
-                raise NotComparableError(f"{event.name} is not an operation")
-            tensors = [node for node in event.all_input_nodes if not is_symbolic(node.meta.get("val"))]
-            if is_symbolic(event.meta.get("val")):  # a size, which is the same in all blocks
-                if tensors and event.target not in _SIZE_QUERIES:
-                    raise NotComparableError(f"{event.name} is a number that depends on data")
-                continue
-            for node in tensors:
-                if node not in known:
-                    raise NotComparableError(f"{event.name} reads {node.name}, which is not an argument")
-            known.add(event)
 
 
 class CallRecorder:
@@ -296,7 +289,7 @@ class CallRecorder:
             raise NotComparableError("the call returns a list or dict to which other objects refer")
         latest = {node: node_of(tensor, self._tracer) for tensor, node in pairs}
         call.rebound = {node: to for node, to in latest.items() if to is not None and to is not node}
-        call.require_closed()
+        list(call.canonical_trace(call.integers))  # raises if a copy may differ
         return call
 
     def _record_nodes(self) -> None:
