@@ -16,7 +16,6 @@ from graphplan.compiler.cluster.stage_compiler import (
     buffer_bytes,
     summing_bytes,
     with_buffers,
-    withholding,
 )
 from graphplan.compiler.cluster.stage_step import in_pipeline, with_step
 from graphplan.compiler.formulation import Options
@@ -38,7 +37,7 @@ class RankStage:
     Attributes:
         index: index of the stage among all stages.
         after: number of stages that follow it.
-        machine: the machine's devices, without the memory of its other stages.
+        machine: the machine's devices.
         compiler: the stage's compiler.
         placed: the stage's placed module.
     """
@@ -66,8 +65,7 @@ class RankStage:
 
         ``after`` stages follow it; other stages read the parameters ``shared`` too.
         """
-        devices = withholding(machine, stage.beside_bytes)
-        topology = with_buffers(devices, stage.buffer_bytes)
+        topology = with_buffers(machine, stage.buffer_bytes)
         options = in_pipeline(options, stage.plan.graph.in_flight, shared)
         require_present(topology)
         if options.training is not None:
@@ -76,7 +74,7 @@ class RankStage:
         planned = compiler.plan(cut.example("cpu"))
         compiler.commit(planned)
         placer = Placer(topology, options, strict=True, source=source, plan=stage.plan)
-        return cls(index, after, devices, compiler, placer.attached(cut.module, compiler, [planned]))
+        return cls(index, after, machine, compiler, placer.attached(cut.module, compiler, [planned]))
 
     def serve(
         self,

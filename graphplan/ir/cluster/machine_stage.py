@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec
@@ -12,7 +11,6 @@ from graphplan.ir.liveness import saved_bytes
 from graphplan.ir.plan_data import PlanData
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
-Bytes = Mapping[DeviceKey, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +32,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class MachineStage(Generic[AnyPlan]):
-    """A stage: the operations of one machine, or some of them if machines have several stages.
+    """A stage: the operations of one machine.
 
     Attributes:
         machine: its index in ``machines``, which is its rank under torchrun.
@@ -46,7 +44,6 @@ class MachineStage(Generic[AnyPlan]):
             where the plan withholds them if the CPU has a budget.
         plan: plan of one microbatch on this machine, with the keys of its own ``max_memory``; its peaks count
             the other microbatches in flight.
-        beside_bytes: device -> bytes that the plan withholds for the machine's other stages.
     """
 
     machine: int
@@ -56,7 +53,6 @@ class MachineStage(Generic[AnyPlan]):
     sends: tuple[Crossing, ...]
     buffer_bytes: int
     plan: AnyPlan
-    beside_bytes: Bytes = field(default_factory=dict)
 
     @property
     def trains(self) -> bool:
