@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from graphplan.passes.pipeline.cut_params import PARAMS
 from graphplan.passes.placement.params import ROUNDING
-from graphplan.passes.placement.segment_dp import used_devices
+from graphplan.passes.placement.segment_dp import CutPaths, used_devices
 
 Floats = NDArray[np.float64]
 State = tuple[int, ...]  # machines of each class that the stages from a cut on use
@@ -131,30 +131,26 @@ class StageDP:
 
     def _path(self, limit: float, *, bottleneck: bool, max_stages: float = np.inf) -> Segments | None:
         """Return the stages of least sum with no load above the limit, or of least load."""
-        size = len(self.costs.load[0])
+        size, edges = len(self.costs.load[0]), self._edges(limit, bottleneck=bottleneck)
         start: State = (0,) * len(self.counts)
-        at_end = np.full(size, np.inf)
-        at_end[-1] = 0.0
-        best: dict[State, Floats] = {start: at_end}
-        choice: dict[State, tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
-        edges = self._edges(limit, bottleneck=bottleneck)
-        for state in self._states[1:]:
-            seconds = np.full(size, np.inf)
-            ends, classes = np.full(size, -1), np.full(size, -1)
+        paths, states = CutPaths(start, size - 1, size, bottleneck=bottleneck), set(self._states)
+        for state in self._states:
             for c, used in enumerate(state):
-                later = best.get((*state[:c], used - 1, *state[c + 1 :])) if used else None
-                if later is None or not np.isfinite(later).any():
-                    continue
-                edge = edges(c, sum(state) - 1)
-                through = np.maximum(edge, later) if bottleneck else edge + later
-                end = through.argmin(1)
-                value = through[np.arange(size), end]
-                better = value < seconds
-                seconds[better], ends[better], classes[better] = value[better], end[better], c
-            best[state], choice[state] = seconds, (ends, classes)
+                after = (*state[:c], used + 1, *state[c + 1 :])
+                if after in states:
+                    paths.extend(state, after, edges(c, sum(state)))
         offered = (state for state in self._states[1:] if sum(state) <= max_stages)
-        final = min(offered, key=lambda state: (best[state][0], sum(state)))
-        return self._trace(final, choice) if np.isfinite(best[final][0]) else None
+        final = min(offered, key=lambda state: (paths.rows[state].cost[0], sum(state)))
+        if not np.isfinite(paths.rows[final].cost[0]):
+            return None
+        cuts, classes, total, slowest = [0], list[int](), 0.0, 0.0
+        for later, state, end, at in paths.edges(final, 0):
+            c = next(c for c, used in enumerate(later) if used < state[c])
+            total += float(self.costs.seconds[c][at, end])
+            slowest = max(slowest, float(self.costs.load[c][at, end]))
+            cuts.append(end)
+            classes.append(c)
+        return Segments(tuple(cuts), tuple(classes), total, slowest)
 
     def _edges(self, limit: float, *, bottleneck: bool) -> Callable[[int, int], Floats]:
         """Return a function of class and number of later stages: (cuts, cuts) cost of a stretch."""
@@ -171,19 +167,3 @@ class StageDP:
             return memo[key]
 
         return edge
-
-    def _trace(
-        self, state: State, choice: dict[State, tuple[NDArray[np.int64], NDArray[np.int64]]]
-    ) -> Segments:
-        cuts, classes, start = [0], [], 0
-        total, slowest = 0.0, 0.0
-        while any(state):
-            ends, classes_of = choice[state]
-            end, c = int(ends[start]), int(classes_of[start])
-            total += float(self.costs.seconds[c][start, end])
-            slowest = max(slowest, float(self.costs.load[c][start, end]))
-            state = (*state[:c], state[c] - 1, *state[c + 1 :])
-            cuts.append(end)
-            classes.append(c)
-            start = end
-        return Segments(tuple(cuts), tuple(classes), total, slowest)

@@ -12,20 +12,21 @@ The tables are close to exact; :class:`~graphplan.passes.placement.arrays.Arrays
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
-from graphplan.passes.placement.arrays import Arrays, Bools, Floats, Ints
+from graphplan.passes.placement.arrays import Arrays, Floats, Ints
 from graphplan.passes.placement.bounds.symmetry import device_classes
 from graphplan.passes.placement.params import PARAMS, ROUNDING, Effort
 
 Homes = Mapping[str, int]
-_State = tuple[tuple[int, ...], int]  # used devices of each class, class of the last; -1 for host and CPU
+State = TypeVar("State", bound=Hashable)
+_Used = tuple[tuple[int, ...], int]  # used devices of each class, class of the last; -1 for host and CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """Tables of segments by the cut where they start (rows) and how many cuts later they end (columns).
+    """Tables of segments by the cuts where they start (rows) and end (columns).
 
     They hold bytes and numbers of values copied from the host and from earlier segments, bytes of weights,
     peak bytes of activations, and the most bytes of weights that one operation reads.
@@ -57,15 +58,55 @@ class _Tables:
 
 @dataclass(slots=True)
 class _Row:
-    """(cuts,) the least seconds with which a state reaches each cut, and the last segment of that path.
+    """(cuts,) the least cost of paths to each cut, and of each path's last edge the row and cut before it.
 
-    ``number`` counts rows in the order of creation; ``origin`` is the number of the row before the segment.
+    ``number`` counts rows in the order of creation.
     """
 
     number: int
-    seconds: Floats
+    cost: Floats
     origin: Ints
-    start: Ints
+    cut: Ints
+
+
+class CutPaths(Generic[State]):
+    """Shortest paths over cuts, each with a state: the devices that the segments so far use.
+
+    Args:
+        start: the state of the empty path.
+        at: the cut where it is.
+        cuts: number of cuts.
+        bottleneck: whether to minimise the largest cost of an edge, instead of the sum.
+    """
+
+    def __init__(self, start: State, at: int, cuts: int, *, bottleneck: bool = False) -> None:
+        self._cuts, self._joined = cuts, np.maximum if bottleneck else np.add
+        self.rows: dict[State, _Row] = {}
+        self._row(start).cost[at] = 0.0
+
+    def _row(self, state: State) -> _Row:
+        if state not in self.rows:
+            none = np.full(self._cuts, -1)
+            self.rows[state] = _Row(len(self.rows), np.full(self._cuts, np.inf), none, none.copy())
+        return self.rows[state]
+
+    def extend(self, state: State, into: State, costs: Floats) -> None:
+        """Extend the paths of a state by an edge, given (cuts after, cuts before) costs."""
+        row, target = self.rows[state], self._row(into)
+        through = self._joined(row.cost, costs)
+        best = through.argmin(1)
+        cost = through[np.arange(len(best)), best]
+        better = np.flatnonzero(cost < target.cost * (1 - ROUNDING))
+        target.cost[better] = cost[better]
+        target.origin[better], target.cut[better] = row.number, best[better]
+
+    def edges(self, state: State, cut: int) -> Iterator[tuple[State, State, int, int]]:
+        """Yield the edges of the path to a cut, the last first: states before and after, cuts likewise."""
+        states = list(self.rows)
+        while (origin := int(self.rows[state].origin[cut])) >= 0:
+            before, earlier = states[origin], int(self.rows[state].cut[cut])
+            yield before, state, earlier, cut
+            state, cut = before, earlier
 
 
 class SegmentDP:
@@ -185,8 +226,7 @@ class SegmentDP:
         sizes = np.zeros(len(self.read_item))
         sizes[self.is_weight] = arrays.weight_bytes[self.read_item[self.is_weight] - arrays.values]
         fresh = undecided & (self.previous < 0)
-        reach = self._reach(fresh, sizes)
-        tables = _Tables(*(np.zeros((len(cuts), reach)) for _ in range(7)))
+        tables = _Tables(*(np.zeros((len(cuts), len(cuts))) for _ in range(7)))
         device = self.classes[0][0]
         made = np.flatnonzero(arrays.source[: arrays.values] >= 0)
         made = made[np.argsort(arrays.source[made], kind="stable")]
@@ -196,14 +236,12 @@ class SegmentDP:
         from_host = (~self.is_weight | self.is_fixed) & (self.previous < 0)
         is_reread = ~decided & (self.previous >= 0)
         per_operation = np.bincount(self.read_by[undecided], sizes[undecided], n)
-        ends = np.minimum(np.arange(len(cuts)) + reach, len(cuts) - 1)
         reads = np.searchsorted(self.read_by, cuts)
         births = np.searchsorted(birth, cuts)
         for row in range(len(cuts) - 1):
-            start, end, last_row = int(cuts[row]), int(cuts[ends[row]]), ends[row]
-            count, at = end - start, cuts[row + 1 : row + 1 + reach] - 1 - start
-            columns = slice(0, len(at))
-            r, b = slice(reads[row], reads[last_row]), slice(births[row], births[last_row])
+            start, columns = int(cuts[row]), slice(row + 1, None)
+            count, at = n - start, cuts[columns] - 1 - start
+            r, b = slice(reads[row], None), slice(births[row], None)
             reader, peer = self.read_by[r] - start, is_reread[r] & (self.previous[r] < start)
             for table, chosen, amounts in (
                 (tables.host_bytes, from_host[r], moved),
@@ -221,21 +259,11 @@ class SegmentDP:
             )
             change += np.bincount(birth[b] - start, size[b], count + 1)
             change -= np.bincount(np.minimum(death[b] + 1 - start, count), size[b], count + 1)
-            live = change.cumsum()[:-1] + arrays.workspace[device, start:end]
+            live = change.cumsum()[:-1] + arrays.workspace[device, start:n]
             tables.activations[row, columns] = np.maximum.accumulate(live)[at]
-            tables.max_weight_bytes[row, columns] = np.maximum.accumulate(per_operation[start:end])[at]
+            tables.max_weight_bytes[row, columns] = np.maximum.accumulate(per_operation[start:])[at]
         self.effort.charge(3000.0 * len(cuts))
         return tables
-
-    def _reach(self, fresh: Bools, sizes: Floats) -> int:
-        """Return the most cuts that a segment may span, by the bytes of its weights."""
-        if self.streaming or self.cpu is not None or self.minimise_excess:
-            return len(self.cuts) - 1
-        nbytes = np.bincount(self.read_by[fresh], sizes[fresh], self.arrays.count)
-        total = np.concatenate([[0.0], nbytes.cumsum()])[self.cuts]
-        limit = max(self.arrays.room[members[0]] for members in self.classes)
-        spans = np.searchsorted(total, total + limit, side="right") - 1 - np.arange(len(self.cuts))
-        return max(1, min(int(spans.max()), len(self.cuts) - 1))
 
     # -- homes of shared weights ---------------------------------------------------------------------
 
@@ -326,7 +354,7 @@ class SegmentDP:
         segments = []
         for i, j, device in path:
             first = device if device in needs else next(m[0] for m in classes if device in m)
-            nbytes = needs[first][i, j - i - 1]
+            nbytes = needs[first][i, j]
             excess = 0.0 if device == self.cpu else max(0.0, float(nbytes - space[device]))
             segments.append(Segment(int(self.cuts[i]), int(self.cuts[j]), device, excess))
         return segments
@@ -339,10 +367,9 @@ class SegmentDP:
         return self._tables_by_homes[names]
 
     def _seconds(self, tables: _Tables, device: int, excess: Floats, space: float, homes: Homes) -> Floats:
-        """(rows, columns) seconds of each segment on a device, without copies from other segments."""
-        arrays, cuts, last = self.arrays, self.cuts, len(self.cuts) - 1
-        ends = np.arange(1, len(cuts) + 1)[:, None] + np.arange(tables.weights.shape[1])[None, :]
-        exists, ends = ends <= last, np.minimum(ends, last)
+        """(cuts, cuts) seconds of each segment on a device, without copies from other segments."""
+        arrays, cuts, number = self.arrays, self.cuts, np.arange(len(self.cuts))
+        exists = number > number[:, None]
         compute = arrays.compute[device].copy()
         if self.minimise_excess:
             compute[~np.isfinite(compute)] = 0.0
@@ -354,14 +381,13 @@ class SegmentDP:
         forbidden = np.concatenate([[0], (~allowed).cumsum()])[cuts]
         total = np.concatenate([[0.0], np.where(allowed, compute, 0.0).cumsum()])[cuts]
         host = arrays.host
-        seconds = total[ends] - total[:, None]
+        seconds = total - total[:, None]
         seconds += tables.host_count * arrays.latency[host, device]
         seconds += tables.host_bytes * arrays.per_byte[host, device]
         returned = arrays.item[arrays.reader == arrays.count]
         if len(returned) and not self.slowest:  # no stage is charged for the results that it passes on
             returning = len(returned) * arrays.latency[device, host]
-            returning += float(arrays.nbytes[returned].sum()) * arrays.per_byte[device, host]
-            seconds = seconds + np.where(ends == last, returning, 0.0)
+            seconds[:, -1] += returning + float(arrays.nbytes[returned].sum()) * arrays.per_byte[device, host]
         fits = excess <= 0
         if self.streaming and device != self.cpu:
             # prefetch buffers take room of their own; copies overlap with computation
@@ -372,7 +398,7 @@ class SegmentDP:
         elif self.minimise_excess:
             seconds = seconds + np.where(fits, 0.0, excess * self._price_over_budget)
             fits |= True
-        possible: Floats = np.where(fits & exists & (forbidden[ends] == forbidden[:, None]), seconds, np.inf)
+        possible: Floats = np.where(fits & exists & (forbidden == forbidden[:, None]), seconds, np.inf)
         return possible
 
 
@@ -388,57 +414,45 @@ class _ShortestPath:
 
     def __init__(self, dp: SegmentDP, classes: list[list[int]], costs: list[Floats], tables: _Tables) -> None:
         self.dp, self.classes, self.costs, self.tables = dp, classes, costs, tables
-        self.cuts = len(dp.cuts)
-        self.states = dict.fromkeys(dp.states_of(classes))  # an ordered set
-        self.rows: dict[_State, _Row] = {}
-        self._by_end: dict[tuple[int, int], Floats] = {}
+        self._edges: dict[tuple[int, int], Floats] = {}
 
     def run(self) -> list[tuple[int, int, int]] | None:
         """Return (first cut, last cut, device) of each segment in order; None if no path exists."""
-        start = tuple([0] * len(self.classes))
-        self._row((start, -1)).seconds[0] = 0.0
-        for state in self.states:
-            for last in (*range(len(self.classes)), -1):  # the CPU last: the others extend into it
-                self._extend(state, last)
-        ends = [name for name in self.rows if np.isfinite(self.rows[name].seconds[-1])]
-        if not ends:
+        end, states = len(self.dp.cuts) - 1, dict.fromkeys(self.dp.states_of(self.classes))  # an ordered set
+        start: _Used = tuple([0] * len(self.classes)), -1
+        paths = CutPaths(start, 0, end + 1, bottleneck=self.dp.slowest)
+        for used in product(states, (*range(len(self.classes)), -1)):  # the others extend into the CPU, -1
+            for into, costs in self._extensions(used, states) if used in paths.rows else ():
+                self.dp.effort.charge(500.0 + 0.15 * costs.size)
+                paths.extend(used, into, costs)
+        found = {used: row.cost[end] for used, row in paths.rows.items() if np.isfinite(row.cost[end])}
+        if not found:
             return None
-        shortest = min(self.rows[name].seconds[-1] for name in ends)
-        equal = [name for name in ends if self.rows[name].seconds[-1] <= shortest * (1 + ROUNDING)]
-        return self._trace(min(equal, key=lambda name: sum(name[0])))
+        shortest = min(found.values()) * (1 + ROUNDING)
+        best = min((used for used in found if found[used] <= shortest), key=lambda used: sum(used[0]))
+        return [
+            (first, last, self._device(before, after))
+            for (before, _), (after, _), first, last in [*paths.edges(best, end)][::-1]
+        ]
 
-    def _row(self, name: _State) -> _Row:
-        if name not in self.rows:
-            none = np.full(self.cuts, -1)
-            self.rows[name] = _Row(len(self.rows), np.full(self.cuts, np.inf), none, none.copy())
-        return self.rows[name]
-
-    def _extend(self, state: tuple[int, ...], last: int) -> None:
-        name = state, last
-        row = self.rows.get(name)
-        if row is None:
-            return
+    def _extensions(self, used: _Used, states: Container[tuple[int, ...]]) -> Iterator[tuple[_Used, Floats]]:
+        """Yield the states with one more segment, and its costs."""
+        state, last = used
         if self.dp.cpu is not None:  # the CPU may have any number of segments
-            self._relax(row, self._cost(last, -1), (state, -1))
+            yield (state, -1), self._cost(last, -1)
         for c, members in enumerate(self.classes):
             after = (*state[:c], state[c] + 1, *state[c + 1 :])
-            if state[c] < len(members) and after in self.states:
-                self._relax(row, self._cost(last, c), (after, 0 if self.dp._uniform else c))
+            if state[c] < len(members) and after in states:
+                yield (after, 0 if self.dp._uniform else c), self._cost(last, c)
 
     def _cost(self, last: int, target: int) -> Floats:
-        """(cuts, reach) seconds of segments by their end; column ``t`` starts at cut ``end - reach + t``."""
+        """(cuts, cuts) seconds of segments by where they end and start."""
         key = (last, target) if not self.dp._uniform else (min(last, 0), target)
-        if key not in self._by_end:
+        if key not in self._edges:
             latency, per_byte = self._link(last, target)
-            seconds = (
-                self.costs[target] + self.tables.peer_count * latency + self.tables.peer_bytes * per_byte
-            )
-            reach = seconds.shape[1]
-            padded = np.full((len(seconds) + reach, reach), np.inf)
-            padded[reach:] = seconds
-            ends = np.arange(len(seconds))[:, None] + np.arange(reach)[None, :]
-            self._by_end[key] = padded[ends, reach - 1 - np.arange(reach)[None, :]]
-        return self._by_end[key]
+            peers = self.tables.peer_count * latency + self.tables.peer_bytes * per_byte
+            self._edges[key] = np.ascontiguousarray((self.costs[target] + peers).T)
+        return self._edges[key]
 
     def _link(self, last: int, target: int) -> tuple[float, float]:
         """Return latency and seconds per byte from the segment before; -1 is the CPU, or the host."""
@@ -454,40 +468,13 @@ class _ShortestPath:
             source = peers[0] if peers else device
         return float(arrays.latency[source, device]), float(arrays.per_byte[source, device])
 
-    def _relax(self, row: _Row, cost: Floats, into: _State) -> None:
-        reach = cost.shape[1]
-        reached = np.flatnonzero(np.isfinite(row.seconds))
-        if not len(reached):
-            return
-        ends = slice(int(reached[0]) + 1, min(self.cuts, int(reached[-1]) + reach + 1))
-        padded = np.concatenate([np.full(reach, np.inf), row.seconds])
-        earlier = sliding_window_view(padded, reach)[ends]
-        through = np.maximum(earlier, cost[ends]) if self.dp.slowest else earlier + cost[ends]
-        self.dp.effort.charge(500.0 + 0.15 * through.size)
-        best = through.argmin(1)
-        value = through[np.arange(len(best)), best]
-        target = self._row(into)
-        better = np.flatnonzero(value < target.seconds[ends] * (1 - ROUNDING))
-        end = better + ends.start
-        target.seconds[end] = value[better]
-        target.origin[end] = row.number
-        target.start[end] = end - reach + best[better]
-
-    def _trace(self, name: _State) -> list[tuple[int, int, int]]:
-        segments: list[tuple[int, int, int]] = []
-        end, names = self.cuts - 1, list(self.rows)
-        while end > 0:
-            row = self.rows[name]
-            previous, start = names[int(row.origin[end])], int(row.start[end])
-            used = [after - earlier for after, earlier in zip(name[0], previous[0], strict=True)]
-            if any(used):
-                c = used.index(1)
-                segments.append((start, end, self.classes[c][previous[0][c]]))
-            else:
-                assert self.dp.cpu is not None
-                segments.append((start, end, self.dp.cpu))
-            name, end = previous, start
-        return segments[::-1]
+    def _device(self, before: tuple[int, ...], after: tuple[int, ...]) -> int:
+        """Return the device of the segment between two states: the CPU if they use the same others."""
+        for c, members in enumerate(self.classes):
+            if after[c] > before[c]:
+                return members[before[c]]
+        assert self.dp.cpu is not None
+        return self.dp.cpu
 
 
 def _saved_until(arrays: Arrays) -> Ints:
