@@ -13,21 +13,21 @@ Before and after weights leave a CPU that holds two of three::
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from graphplan.devices.topology import CPU, DISK, DeviceKey, DeviceSpec, Link, Topology, round_up
+from graphplan.devices.topology import CPU, DISK, DeviceSpec, Link, Topology, round_up
 from graphplan.errors import InfeasibleError
 from graphplan.ir.schedule import STAGED_BYTES, Assignment
 from graphplan.message_text import readable_bytes
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.bounds.disk_reads import least_disk_seconds
 from graphplan.passes.placement.certificate import Bound, Scope, Solution, certify
-from graphplan.passes.placement.driver import bound_with_offload, place
+from graphplan.passes.placement.driver import bound_with_offload, place, probe
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.infeasible import peaks_or_given
-from graphplan.passes.placement.params import PARAMS, Limits
+from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
+from graphplan.passes.placement.params import PARAMS, Effort, Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
 
@@ -56,7 +56,11 @@ def place_or_map(
     """
     if DISK not in problem.topology:
         return place(problem, limits, warm_start=warm_start)
-    return _DiskPlacement(problem, mappable, limits).run()
+    placement = _DiskPlacement(problem, mappable, limits)
+    solution = placement.run()
+    if solution is None:
+        raise placement.infeasible()
+    return solution
 
 
 @dataclass
@@ -71,13 +75,11 @@ class _DiskPlacement:
         readers: weight -> the operations that read it, also by views.
         free: weights that may leave the CPU for the disk.
         extra: most bytes of both on disk.
-        improves: whether to search on, and for a bound, once a placement is found.
     """
 
     problem: Problem
     mappable: Set[str] | None
     limits: Limits
-    improves: bool = True
 
     def __post_init__(self) -> None:
         weights, fixed = self.problem.graph.weights, self.problem.fixed_weights
@@ -93,42 +95,32 @@ class _DiskPlacement:
         sizes = (round_up(weights[name].nbytes) for name in [*self.on_disk, *self.free])
         self.extra = min(self.disk.room, sum(sizes))
 
-    def run(self) -> Solution:
-        if not self.extra:
-            try:
-                return self._in_memory()
-            except InfeasibleError as error:
-                raise self._infeasible(error) from None
+    def run(self) -> Solution | None:
         wider = self._widened()
-        in_memory = None if self.on_disk else self._in_memory_if_it_fits()
+        in_memory = None if self.on_disk else self._in_memory()
+        if not self.extra:
+            return in_memory
         if in_memory is not None:
             if in_memory.bound.scope is Scope.WITHOUT_OFFLOAD:
                 return in_memory
             # a placement with weights on disk may be faster: the CPU has more room
             return certify(in_memory.evaluation, self._bound(wider[0], in_memory.evaluation))
-        failure: InfeasibleError | None = None
         spilled: list[Evaluation] = []
         limits = replace(self.limits, proves=False)
         for done, wide in enumerate(wider):
             if spilled and self.limits.over:
                 break
-            try:
-                solution = place(wide, limits.one_of(len(wider) + 1 - done))
-            except InfeasibleError as error:
-                failure = failure or error.with_traceback(None)
+            solution = _placed(wide, limits.one_of(len(wider) + 1 - done))
+            if solution is None:
                 continue
             evaluation = self._spill(solution.evaluation.assignment)
             if evaluation.feasible:
-                if not self.improves:
-                    return certify(evaluation, Bound())
                 limits = replace(limits, effort=self.limits.effort * PARAMS.disk_effort)
             spilled += [evaluation, *self._with_single_slots(evaluation)]
         if not spilled:
-            raise self._infeasible(failure)
+            return None
         best = self._climb(wider[0], min(spilled, key=_excess_and_seconds))
-        if not best.feasible:
-            raise self._infeasible(failure, best)
-        return certify(best, self._bound(wider[0], best) if self.improves else Bound())
+        return certify(best, self._bound(wider[0], best)) if best.feasible else None
 
     def _climb(self, wide: Problem, best: Evaluation) -> Evaluation:
         """Improve a placement, also by moves of weights between the CPU and the disk."""
@@ -176,25 +168,22 @@ class _DiskPlacement:
             and name not in self.problem.fixed_weights
         )
 
-    def _in_memory_if_it_fits(self) -> Solution | None:
+    def _in_memory(self) -> Solution | None:
         """Return a solution with nothing on disk; None if the weights do not fit, or none is found."""
-        room = sum(spec.room for spec in self.problem.topology.computing)
-        if self.problem.graph.weight_bytes > room:
-            return None
-        try:
-            return self._in_memory()
-        except InfeasibleError:
-            return None
-
-    def _in_memory(self) -> Solution:
         topology = _without_disk(self.problem.topology)
-        solution = place(replace(self.problem, topology=topology), self.limits)
+        if self.problem.graph.weight_bytes > sum(spec.room for spec in topology.devices):
+            return None
+        solution = _placed(replace(self.problem, topology=topology), self.limits)
+        if solution is None:
+            return None
         return replace(solution, evaluation=evaluate(self.problem, solution.evaluation.assignment))
 
     def _widened(self) -> list[Problem]:
         """Return problems with the disk as part of the CPU: as given, without CPU compute, all on the CPU."""
         problem, topology, cpu = self.problem, self.problem.topology, self.cpu
         accelerators = topology.accelerator_keys
+        if not self.extra:
+            return [replace(problem, topology=_without_disk(topology))]
         if cpu is None:
             staging = 2 * STAGED_BYTES * len(topology.devices)  # which the evaluator counts there too
             nbytes, reserve = self.extra + staging + self.disk.reserve, self.disk.reserve
@@ -238,67 +227,41 @@ class _DiskPlacement:
             read += min(nbytes, graph.operations[reader].bytes_accessed) if on_cpu else nbytes
         return read / nbytes, -nbytes
 
-    def _infeasible(
-        self, failure: InfeasibleError | None, nearest: Evaluation | None = None
-    ) -> InfeasibleError:
-        """Return the error of the widened problem in terms of the given budgets."""
-        available, needed = self.problem.topology.budgets, self._needed(failure)
-        if nearest is not None:
-            needed = peaks_or_given(self.problem.topology, nearest)
+    def infeasible(self) -> InfeasibleError:
+        """Return the error where no placement was found, with budgets that suffice."""
+        graph, advice = self.problem.graph, None
         if self.limits.advises:
-            needed = self._grow_until_placed(needed)
-        graph = self.problem.graph
-        problem_text = f"no placement fits, with up to {readable_bytes(self.extra)} of weights left on disk"
-        hint = f". These budgets suffice: max_memory={needed}" if needed else ""
+            effort = Limits(self.limits.deadline).work(len(graph.operations), PARAMS.advice_effort)
+            closely = not self.limits.caller_retries
+            advice = smallest_budgets(self.problem, effort, self._probe, closely=closely)
+        error = explain_infeasible(self.problem, advice)
         parameters = [weight for weight in graph.weights.values() if weight.kind == "parameter"]
         total = sum(weight.nbytes for weight in parameters)
         mapped = sum(w.nbytes for w in parameters if self.mappable is None or w.name in self.mappable)
         if mapped < total and self.extra < self.disk.room and not graph.trains:
-            hint += (
-                ". Weights can stay on 'disk' where a checkpoint has them in the model's dtype: "
+            error.args = (
+                f"{error}. Weights can stay on 'disk' where a checkpoint has them in the model's dtype: "
                 f"{readable_bytes(mapped)} of {readable_bytes(total)} here. Save the model in this dtype "
                 "with save_pretrained or safetensors.torch.save_file, and give partition(..., "
-                "checkpoint=path)"
+                "checkpoint=path)",
             )
-        operation = None if failure is None else failure.operation
-        device = None if failure is None else failure.device
-        text = f"{problem_text}; the budgets are {available}{hint}"
-        return InfeasibleError(text, needed=needed, available=available, operation=operation, device=device)
+        return error
 
-    def _grow_until_placed(self, needed: Mapping[DeviceKey, int]) -> Mapping[DeviceKey, int]:
-        """Return budgets grown until a placement is found within them; empty if that takes too many steps.
+    def _probe(self, problem: Problem, effort: Effort) -> Evaluation | None:
+        """Return a placement that a short search finds, with weights on disk as needed; else None."""
+        trial = replace(self, problem=problem)
+        for wide in trial._widened():
+            evaluation = probe(wide, effort)
+            spilled = None if evaluation is None else trial._spill(evaluation.assignment)
+            if spilled is not None and spilled.feasible:
+                return spilled
+        return None
 
-        They are the peaks of that placement if one is found within these too.
-        """
-        for _ in range(PARAMS.retries if needed else 0):
-            try:
-                evaluation = self._placed_within(needed)
-            except InfeasibleError as error:
-                grown = {key: max(nbytes, error.needed.get(key, 0)) for key, nbytes in needed.items()}
-                if grown == needed:
-                    break
-                needed = grown
-            else:
-                peaks = peaks_or_given(self.problem.topology, evaluation)
-                with suppress(InfeasibleError):
-                    self._placed_within(peaks)
-                    return peaks
-                return needed
-        return {}
 
-    def _placed_within(self, budgets: Mapping[DeviceKey, int]) -> Evaluation:
-        """Return a placement within other budgets; raise InfeasibleError if none is found."""
-        limits = replace(self.limits, proves=False, advises=False)
-        problem = replace(self.problem, topology=self.problem.topology.with_memory(budgets))
-        return _DiskPlacement(problem, self.mappable, limits, improves=False).run().evaluation
-
-    def _needed(self, failure: InfeasibleError | None) -> Mapping[DeviceKey, int]:
-        if failure is None or not failure.needed:
-            return {}
-        needed = {**failure.needed, DISK: max(self.disk.memory, failure.needed.get(DISK, 0))}
-        if self.cpu is not None:
-            needed[self.cpu] = max(0, needed[self.cpu] - self.extra)
-        return needed
+def _placed(problem: Problem, limits: Limits) -> Solution | None:
+    with suppress(InfeasibleError):
+        return place(problem, replace(limits, caller_retries=True))
+    return None
 
 
 def _excess_and_seconds(evaluation: Evaluation) -> tuple[int, float]:
