@@ -28,13 +28,6 @@ def export_patches() -> list[Replacement]:
     return [(owner, name, factory) for owner, name, factory in owners if hasattr(owner, name)]
 
 
-def uncast_inputs() -> Replacement:
-    """Return the patch that stops the exporter from casting inputs to the model's dtype."""
-    from transformers.exporters import utils
-
-    return *patch_target(utils, "module_dtype", "transformers"), lambda _original: lambda _model: None
-
-
 def _imported(path: str) -> Any:
     """Return the module or class at a dotted path if it is imported, else None."""
     first, *names = path.split(".")

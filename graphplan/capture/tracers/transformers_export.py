@@ -14,7 +14,7 @@ one graph serves all lengths and batch sizes:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
@@ -25,7 +25,7 @@ from torch import nn
 
 from graphplan._compat.symbolic_numbers import plain_comparisons
 from graphplan._compat.torch import unbacked_like_backed
-from graphplan._compat.transformers import export_patches, uncast_inputs
+from graphplan._compat.transformers import export_patches
 from graphplan.capture.captured_graph import Capture, bound_call
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import pure_method, with_forward
@@ -66,7 +66,9 @@ def export_transformers(
         Exception: whatever the model's own code or the tracer raises.
     """
     module = model_copy.module
-    inputs = _prepared(module, call, is_forward=model_copy.method == "forward")
+    prepare = partial(_precomputed, module, is_forward=model_copy.method == "forward")
+    with quiet():
+        inputs = prepare({n: _contiguous(one, always=is_cache(one)) for n, one in call.kwargs.items()})
     batch = _batch(inputs)
     roles = {name: _roles(name, value, batch, sizes=SIZE in varying) for name, value in inputs.items()}
     axes = {name: shapes_for(value, iter(roles[name])) for name, value in inputs.items()}
@@ -99,40 +101,30 @@ def export_transformers(
     capture = from_program(program, traced_call, model_copy, flat, guards, is_text=True)
     capture = replace(capture, method="transformers", roles=flat)
     computes = any(type(value) is not type(call.kwargs.get(name)) for name, value in inputs.items())
-    return _with_own_arguments(capture, call, module) if computes else capture
+    return _with_own_arguments(capture, call, partial(_prepared, prepare)) if computes else capture
 
 
-def _prepared(module: nn.Module, call: BoundCall, *, is_forward: bool) -> dict[str, Any]:
-    """Return the call's arguments with the inputs that the exporter computes from them."""
-    with quiet():  # it imports every model that it patches
-        from transformers.exporters.utils import prepare_for_export  # optional package
+def _precomputed(module: nn.Module, arguments: Mapping[str, Any], *, is_forward: bool) -> dict[str, Any]:
+    """Return a call's arguments with those that the exporter computes from them; later calls need these, too.
 
-    # caches are copied: the exporter changes its inputs
-    arguments = {name: _contiguous(value, always=is_cache(value)) for name, value in call.kwargs.items()}
-    passed = {name: value for name, value in arguments.items() if not _is_of_loss(name, value)}
-    unwanted = {} if is_forward else {"position_ids": ()}  # only forward has a text, with positions
-    with patched(uncast_inputs()):
-        _, prepared, _ = prepare_for_export(module, unwanted | passed)
-    inputs = {**arguments, **prepared}  # the exporter drops output flags and labels of None
-    return {name: value for name, value in inputs.items() if name not in unwanted or value != ()}
-
-
-def _is_of_loss(name: str, value: Any) -> bool:
-    """Whether an argument asks for a loss; the exporter drops it, but it can be traced like any other."""
-    return name in ("labels", "future_values", "return_loss") and isinstance(value, torch.Tensor | bool)
-
-
-def _precomputed(module: nn.Module, call: BoundCall) -> BoundCall:
-    """Return the call with the inputs that the exporter precomputes; later calls need them, too."""
+    Positions are those of a text, which other methods than ``forward`` need not have.
+    """
     from transformers.exporters.utils import precompute_export_inputs  # optional package
 
-    inputs = dict(call.on_cpu().kwargs)
+    unwanted = {} if is_forward or "position_ids" in arguments else {"position_ids": ()}
+    inputs = {**arguments, **unwanted}
     with torch.no_grad():
         precompute_export_inputs(module, inputs)
-    return bound_call(inputs)
+    return {name: value for name, value in inputs.items() if name not in unwanted}
 
 
-def _with_own_arguments(capture: Capture, call: BoundCall, module: nn.Module) -> Capture:
+def _prepared(prepare: Callable[[Mapping[str, Any]], dict[str, Any]], call: BoundCall) -> BoundCall:
+    return bound_call(prepare(call.on_cpu().kwargs))
+
+
+def _with_own_arguments(
+    capture: Capture, call: BoundCall, prepare: Callable[[BoundCall], BoundCall]
+) -> Capture:
     """Convert a capture over precomputed inputs to one over the call's own arguments."""
     names = leaf_names(call)
     indices = {name: index for index, name in enumerate(names)}
@@ -140,8 +132,7 @@ def _with_own_arguments(capture: Capture, call: BoundCall, module: nn.Module) ->
     specs = dict(zip(order, capture.signature.leaves, strict=True))
     roles = dict(zip(order, capture.roles, strict=True))
     leaves = tuple(specs.get(index, leaf_spec(leaf)) for index, leaf in enumerate(call.leaves))
-    # guards may be on precomputed inputs
-    prepared = Prepared(partial(_precomputed, module), capture.signature)
+    prepared = Prepared(prepare, capture.signature)  # guards may be on precomputed inputs
     return replace(
         capture,
         signature=InputSignature(call.spec, leaves, names, prepared=prepared),
