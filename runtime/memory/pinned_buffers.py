@@ -1,7 +1,7 @@
 """Staging buffers in pinned memory for copies from files to an accelerator.
 
 A GPU copies from pinned memory asynchronously; a copy from pageable memory is slow, and the host waits for
-it. A buffer is replace_tensors once the last copy from it is complete.
+it. A buffer is reused once the last copy from it is complete.
 """
 
 from __future__ import annotations
