@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +36,10 @@ AUTOCAST = "autocast"
 """Key in the ``meta`` of a node: its enclosing autocast blocks, each (device type, dtype, enabled, ...)."""
 
 _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+_Casts = tuple[Mapping[int, torch.dtype], Sequence[Any] | None]
+"""Position among ``all_input_nodes`` -> the dtype that autocast casts to; and the dtypes of the results, if
+these casts alone do not lead to them."""
 
 
 def write_casts(
@@ -64,21 +67,6 @@ def write_casts(
 def _has_blocks(module: fx.GraphModule) -> bool:
     graphs = (part.graph for part in module.modules() if isinstance(part, fx.GraphModule))
     return any(AUTOCAST in node.meta for graph in graphs for node in graph.nodes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Casts:
-    """The effect of autocast on an operation.
-
-    Attributes:
-        casts: position among ``all_input_nodes`` -> the dtype that autocast casts to.
-        result_dtypes: the dtypes of the results.
-        is_sufficient: whether the casts alone lead to these dtypes.
-    """
-
-    casts: Mapping[int, torch.dtype]
-    result_dtypes: Sequence[Any]
-    is_sufficient: bool
 
 
 class _Caster:
@@ -132,13 +120,12 @@ class _Caster:
         value = node.meta.get("val")
         if not (_has_tensors(value) and any(_has_tensors(s.meta.get("val")) for s in node.all_input_nodes)):
             return
-        effect = None if dtype is None else self._autocast(node, dtype)
-        if effect is not None:
-            sources = node.all_input_nodes
-            for position, to in effect.casts.items():
-                node.replace_input_with(sources[position], self._cast(sources[position], to, node))
-        if effect is not None and not effect.is_sufficient:
-            value = _run_for(node, effect.result_dtypes)
+        casts, dtypes = ({}, None) if dtype is None else self._autocast(node, dtype)
+        sources = node.all_input_nodes
+        for position, to in casts.items():
+            node.replace_input_with(sources[position], self._cast(sources[position], to, node))
+        if dtypes is not None:
+            value = _run_for(node, dtypes)
         elif not self.changed.isdisjoint(node.all_input_nodes):
             value = _run(node)
         if _dtypes(value) != _dtypes(node.meta.get("val")):
@@ -155,7 +142,6 @@ class _Caster:
         return self.seen[key]
 
     def _find_casts(self, node: fx.Node, dtype: torch.dtype) -> _Casts:
-        """Return the casts after which the operation computes without autocast as it does with it."""
         with_autocast, plain = _Recorder(node, self.device_type), _Recorder(node, self.device_type)
         dtypes = _dtypes(with_autocast.run(dtype))
         _plain_dtypes(plain)
@@ -165,7 +151,7 @@ class _Caster:
             to = next(iter(with_autocast.casts.values()), dtype)
             casts = {} if with_autocast.count == plain.count else dict.fromkeys(_floating(node), to)
         plain_dtypes = _plain_dtypes(_Recorder(node, self.device_type, casts))
-        return _Casts(casts, dtypes, is_sufficient=plain_dtypes == dtypes)
+        return casts, None if plain_dtypes == dtypes else dtypes
 
     def _cast(self, source: fx.Node, dtype: torch.dtype, reader: fx.Node) -> fx.Node:
         """Return a cast of a value before a reader; one of a weight serves all readers."""

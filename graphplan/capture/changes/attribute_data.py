@@ -37,6 +37,8 @@ class Data:
     """The contents of attributes, each with a readable name.
 
     Attributes:
+        searched: ids of the values that were searched before.
+        model: ids of the model's modules.
         entries: items: the name, the dict or sequence that holds the item, its key.
         containers: containers of plain values, which are compared whole.
         tensors: tensors with a version counter.
@@ -44,11 +46,51 @@ class Data:
         seen: ids of all values that were searched.
     """
 
+    searched: set[int]
+    model: set[int]
     entries: list[tuple[str, Any, Any]] = field(default_factory=list)
     containers: list[tuple[str, Any]] = field(default_factory=list)
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     seen: set[int] = field(default_factory=set)
+
+    def add(self, name: str, value: Any, *, owned: bool = False) -> bool:
+        """Add the contents of a value, ``owned`` by an object or not; return whether it is data."""
+        if id(value) in self.model:
+            return not owned
+        if id(value) in self.searched or id(value) in self.seen or isinstance(value, _NOT_SEARCHED):
+            return True
+        self.seen.add(id(value))
+        if _has_attributes(value):
+            self.objects.append(value)
+        if is_container(value):
+            self.containers.append((name, value))
+            return True
+        if isinstance(value, torch.Tensor):
+            if not value.is_inference():  # such tensors have no version counter
+                self.tensors.append((name, value))
+            return True
+        if is_plain(value, classes=_UNCHANGING) or _is_configuration(value):
+            return True
+        if ismethod(value):
+            return self.add(name, value.__self__)
+        if isinstance(value, functools.partial):  # from Python 3.14 on a routine, too
+            is_data = self.add(f"{name}.func", value.func, owned=owned)
+            return is_data and self._add_items(name, value, owned=True)
+        if isroutine(value) or type(value).__module__.partition(".")[0] == "numpy":
+            return True
+        if isinstance(value, set | frozenset):  # their items have no keys
+            return all(self.add(f"an item of {name}", one, owned=owned) for one in value)
+        if isinstance(value, CONTAINERS):
+            return self._add_items(name, value, owned=owned)
+        return self._add_items(name, value, owned=True) if _is_object(value) else _is_immutable(value)
+
+    def _add_items(self, name: str, value: Any, *, owned: bool) -> bool:
+        for inner, table, key in _items_in(name, value):
+            self.entries.append((inner, table, key))
+            if not self.add(inner, table[key], owned=owned):
+                return False
+        return True
 
 
 def data_in(name: str, value: Any, searched: set[int], model: set[int]) -> Data:
@@ -60,8 +102,8 @@ def data_in(name: str, value: Any, searched: set[int], model: set[int]) -> Data:
         searched: ids of the values that were searched before.
         model: ids of the model's modules, which are searched separately.
     """
-    data = Data()
-    return data if _ContentsCollector(data, searched, model).add(name, value) else Data()
+    data = Data(searched, model)
+    return data if data.add(name, value) else Data(searched, model)
 
 
 def plain_data(model: nn.Module) -> Iterator[tuple[Any, str, Data]]:
@@ -108,60 +150,6 @@ def is_plain(value: Any, enclosing: tuple[int, ...] = (), classes: tuple[Any, ..
 def is_container(value: Any) -> bool:
     """Whether a value is a container that is compared whole, since it may be changed in place."""
     return isinstance(value, _BYTE_CONTAINERS) or (isinstance(value, CONTAINERS) and is_plain(value))
-
-
-@dataclass(frozen=True, slots=True)
-class _ContentsCollector:
-    """Collects the contents of an attribute.
-
-    Attributes:
-        data: the contents found so far.
-        searched: ids of the values that were searched before.
-        model: ids of the model's modules.
-    """
-
-    data: Data
-    searched: set[int]
-    model: set[int]
-
-    def add(self, name: str, value: Any, *, owned: bool = False) -> bool:
-        """Add the contents of a value, ``owned`` by an object or not; return whether it is data."""
-        data = self.data
-        if id(value) in self.model:
-            return not owned
-        if id(value) in self.searched or id(value) in data.seen or isinstance(value, _NOT_SEARCHED):
-            return True
-        data.seen.add(id(value))
-        if _has_attributes(value):
-            data.objects.append(value)
-        if is_container(value):
-            data.containers.append((name, value))
-            return True
-        if isinstance(value, torch.Tensor):
-            if not value.is_inference():  # such tensors have no version counter
-                data.tensors.append((name, value))
-            return True
-        if is_plain(value, classes=_UNCHANGING) or _is_configuration(value):
-            return True
-        if ismethod(value):
-            return self.add(name, value.__self__)
-        if isinstance(value, functools.partial):  # from Python 3.14 on a routine, too
-            is_data = self.add(f"{name}.func", value.func, owned=owned)
-            return is_data and self._add_items(name, value, owned=True)
-        if isroutine(value) or type(value).__module__.partition(".")[0] == "numpy":
-            return True
-        if isinstance(value, set | frozenset):  # their items have no keys
-            return all(self.add(f"an item of {name}", one, owned=owned) for one in value)
-        if isinstance(value, CONTAINERS):
-            return self._add_items(name, value, owned=owned)
-        return self._add_items(name, value, owned=True) if _is_object(value) else _is_immutable(value)
-
-    def _add_items(self, name: str, value: Any, *, owned: bool) -> bool:
-        for inner, table, key in _items_in(name, value):
-            self.data.entries.append((inner, table, key))
-            if not self.add(inner, table[key], owned=owned):
-                return False
-        return True
 
 
 def _is_configuration(value: Any) -> bool:

@@ -67,8 +67,9 @@ def export_transformers(
     """
     module = model_copy.module
     prepare = partial(_precomputed, module, is_forward=model_copy.method == "forward")
+    arguments = {name: _contiguous(one, always=is_cache(one)) for name, one in call.kwargs.items()}
     with quiet():
-        inputs = prepare({n: _contiguous(one, always=is_cache(one)) for n, one in call.kwargs.items()})
+        inputs = prepare(bound_call(arguments)).kwargs
     batch = _batch(inputs)
     roles = {name: _roles(name, value, batch, sizes=SIZE in varying) for name, value in inputs.items()}
     axes = {name: shapes_for(value, iter(roles[name])) for name, value in inputs.items()}
@@ -91,8 +92,8 @@ def export_transformers(
         _patched_for_export(module, inputs, keep_grad=keep_grad, uniform=uniform),
     ):
         traced = forwards_of(module)
-        arguments = map_leaves(copy.deepcopy, inputs)
-        program = export(model_copy, (), arguments, shapes, keep_grad=keep_grad, sizes=SIZE in varying)
+        copies = map_leaves(copy.deepcopy, inputs)
+        program = export(model_copy, (), copies, shapes, keep_grad=keep_grad, sizes=SIZE in varying)
     require_all_weights_read(module, codes, traced, _weights_read(program))
     guards, traced_call = conditions(program, inputs), bound_call(inputs)
     if uniform:
@@ -101,25 +102,21 @@ def export_transformers(
     capture = from_program(program, traced_call, model_copy, flat, guards, is_text=True)
     capture = replace(capture, method="transformers", roles=flat)
     computes = any(type(value) is not type(call.kwargs.get(name)) for name, value in inputs.items())
-    return _with_own_arguments(capture, call, partial(_prepared, prepare)) if computes else capture
+    return _with_own_arguments(capture, call, prepare) if computes else capture
 
 
-def _precomputed(module: nn.Module, arguments: Mapping[str, Any], *, is_forward: bool) -> dict[str, Any]:
-    """Return a call's arguments with those that the exporter computes from them; later calls need these, too.
+def _precomputed(module: nn.Module, call: BoundCall, *, is_forward: bool) -> BoundCall:
+    """Return a call with the arguments that the exporter computes from the caller's; later calls need these.
 
     Positions are those of a text, which other methods than ``forward`` need not have.
     """
     from transformers.exporters.utils import precompute_export_inputs  # optional package
 
-    unwanted = {} if is_forward or "position_ids" in arguments else {"position_ids": ()}
-    inputs = {**arguments, **unwanted}
+    unwanted = {} if is_forward or "position_ids" in call.kwargs else {"position_ids": ()}
+    inputs = {**call.on_cpu().kwargs, **unwanted}
     with torch.no_grad():
         precompute_export_inputs(module, inputs)
-    return {name: value for name, value in inputs.items() if name not in unwanted}
-
-
-def _prepared(prepare: Callable[[Mapping[str, Any]], dict[str, Any]], call: BoundCall) -> BoundCall:
-    return bound_call(prepare(call.on_cpu().kwargs))
+    return bound_call({name: value for name, value in inputs.items() if name not in unwanted})
 
 
 def _with_own_arguments(
