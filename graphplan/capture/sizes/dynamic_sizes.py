@@ -52,18 +52,14 @@ def values_of(graph: fx.Graph) -> dict[str, Any]:
     return {node.name: node.meta.get("val") for node in graph.find_nodes(op="placeholder")}
 
 
-def _symbols(val: Any, values: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the symbols that are sizes of a tensor, or an integer, each with its entry of ``values``."""
-    yield from (
-        _symbolic_sizes(val.shape, values)
-        if isinstance(val, torch.Tensor)
-        else _symbolic_sizes([val], [values])
-    )
+def _shape(value: Any) -> Any:
+    """Return the shape of a tensor, or a number as a list of one."""
+    return getattr(value, "shape", [value])
 
 
-def _shapes(result: Any) -> Any:
-    """Return the shapes of a node's tensors, and its numbers as lists of one, in order."""
-    return [getattr(leaf, "shape", [leaf]) for leaf in pytree.tree_leaves(result)]
+def _shapes(result: Any) -> list[Any]:
+    """Return the shapes of a node's tensors and numbers, in order."""
+    return list(map(_shape, pytree.tree_leaves(result)))
 
 
 def _symbolic_sizes(sizes: Iterable[Any], values: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
@@ -78,12 +74,12 @@ def largest_sizes(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any])
     values, largest = values_of(graph), dict[Any, int]()
     for name, leaf in zip(inputs, leaves, strict=True):
         if isinstance(leaf, CounterLeaf) and leaf.high < UNBOUNDED:
-            bounds: Any = (leaf.low, leaf.high)
+            bounds: Any = [(leaf.low, leaf.high)]
         elif isinstance(leaf, TensorLeaf) and leaf.ranges:
             bounds = leaf.ranges
         else:
             continue
-        for symbol, range_ in _symbols(values[name], bounds):
+        for symbol, range_ in _symbolic_sizes(_shape(values[name]), bounds):
             if range_ is not None:
                 largest[symbol] = max(largest.get(symbol, 0), range_[1])
     return largest
@@ -96,7 +92,7 @@ def sizes_of_call(graph: fx.Graph, inputs: Sequence[str], leaves: Sequence[Any])
         val = values[name]
         if isinstance(val, torch.Tensor) and val.layout is torch.strided:
             known |= {symbol: int(step) for symbol, step in _symbolic_sizes(val.stride(), leaf.stride())}
-        known |= {symbol: int(size) for symbol, size in _symbols(val, getattr(leaf, "shape", leaf))}
+        known |= {symbol: int(size) for symbol, size in _symbolic_sizes(_shape(val), _shape(leaf))}
     return known
 
 
