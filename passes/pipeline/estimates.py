@@ -70,8 +70,10 @@ class Estimates:
     def seconds(self) -> list[Floats]:
         """Return for each class of machines (cuts, cuts) seconds of a stretch, without its sends."""
         tables = [
-            table * np.where(streams, self.scale.get((c, True), 1.0), self.scale.get((c, False), 1.0))
-            for c, (table, streams) in enumerate(zip(self._compute, self._streams, strict=True))
+            moves + work * np.where(streams, self.scale.get((c, True), 1.0), self.scale.get((c, False), 1.0))
+            for c, (work, moves, streams) in enumerate(
+                zip(self._work, self._moves, self._streams, strict=True)
+            )
         ]
         for (c, start, end), value in self.exact.items():
             tables[c][start, end] = value
@@ -83,12 +85,13 @@ class Estimates:
         return tables
 
     def calibrate(self) -> None:
-        """Scale estimates by the median ratio of placed to estimated seconds."""
+        """Scale the estimated work by the median ratio of placed to estimated seconds."""
         ratios = defaultdict[tuple[int, bool], list[float]](list)
         for (c, *stretch), value in self.exact.items():
-            estimate = float(self._compute[c][tuple(stretch)])
-            if math.isfinite(value) and estimate > 0:
-                ratios[c, bool(self._streams[c][tuple(stretch)])].append(value / estimate)
+            edge = tuple(stretch)
+            estimate, placed = float(self._work[c][edge]), value - float(self._moves[c][edge])
+            if estimate > 0 and 0 < placed < math.inf:
+                ratios[c, bool(self._streams[c][edge])].append(placed / estimate)
         self.scale.update({key: float(np.median(values)) for key, values in ratios.items()})
 
     @cached_property
@@ -198,8 +201,19 @@ class Estimates:
         return np.asarray(np.maximum(prefix[None, :] - prefix[:, None], 0.0))
 
     @cached_property
-    def _compute(self) -> list[Floats]:
+    def _work(self) -> list[Floats]:
+        """For each class of machines: (cuts, cuts) seconds of operations and of streamed weights."""
         return [self._class_seconds(machine) for machine in self.machines]
+
+    @cached_property
+    def _moves(self) -> list[Floats]:
+        """For each class: (cuts, cuts) seconds between the host, where the network ends, and an accelerator."""
+        return [
+            self._host_transfers(machine, machine.accelerators[0])
+            if machine.accelerators
+            else np.zeros_like(self.buffers)
+            for machine in self.machines
+        ]
 
     @cached_property
     def _streams(self) -> list[NDArray[np.bool_]]:
@@ -220,7 +234,6 @@ class Estimates:
         if not accelerators:
             return np.where(need <= host_room, seconds, np.inf)
         room = sum(spec.room for spec in accelerators)
-        seconds = seconds + self._moves(machine, accelerators[0])
         if len(accelerators) > 1:
             largest = max(spec.room for spec in accelerators)
             hop = machine.link(accelerators[0].key, accelerators[1].key)
@@ -232,8 +245,7 @@ class Estimates:
         streamed = np.minimum(excess, host_room) / machine.link(host, accelerators[0].key).bandwidth
         return np.where(excess <= host_room, np.maximum(seconds, streamed), np.inf)
 
-    def _moves(self, machine: Topology, device: DeviceSpec) -> Floats:
-        """Return (cuts, cuts) seconds between the host, where the network ends, and an accelerator."""
+    def _host_transfers(self, machine: Topology, device: DeviceSpec) -> Floats:
         host = machine.cpu or CPU
         to_device, to_host = machine.link(host, device.key), machine.link(device.key, host)
         arrive, leave = (self.boundaries.seconds(link)[self.cuts] for link in (to_device, to_host))

@@ -76,7 +76,8 @@ class StagePlacement:
         source, options, left = self.source(stretch), self._options(stretch), self.limits.seconds_left
         if left is not None:
             options = replace(options, time_limit=max(left * PARAMS.time_share, _LEAST))
-        return source.compiler(self._topology(stretch), options).plan(source.example()).plan
+        compiler = source.compiler(self._topology(stretch), options)
+        return compiler.plan(source.example(), caller_retries=True).plan
 
     def _options(self, stretch: Stretch) -> Options:
         return in_pipeline(self.options, stretch.kept_microbatches, self._shared(stretch))
