@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Hashable, Mapping
@@ -16,6 +17,7 @@ from torch._ops import HigherOrderOperator
 from graphplan.analysis.cluster_plan import ClusterPlan
 from graphplan.api.arguments import Request
 from graphplan.api.rank_stage import RankStage
+from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.capture.signature import BoundCall, TensorLeaf, leaf_names
 from graphplan.capture.sizes.microbatches import Divided
 from graphplan.compiler.capture_cache import Captures
@@ -39,8 +41,10 @@ from graphplan.runtime.distributed.cluster_module import (
     ClusterModule,
     NoStage,
 )
+from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
 from graphplan.runtime.distributed.shared_gradients import SharedGradients
 from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner
+from graphplan.runtime.weights.storage import as_type_of
 
 logger = logging.getLogger("graphplan")
 
@@ -89,7 +93,7 @@ class RankBuilder:
         self.dims = {name: len(item.shape) for name, item in leaves if isinstance(item, TensorLeaf)}
         boundaries = Boundaries(annotator.graph())
         self.order = tuple(boundaries.graph.operations)
-        weights, rank = self.request.model_copy.weights, dist.get_rank()
+        weights, rank = self._weights(), dist.get_rank()
         trained = self._trained(annotator) if self.cluster.flight.train else frozenset[str]()
         index = self._ranks.index(rank) if rank in self._ranks else None
         cut = None
@@ -124,6 +128,22 @@ class RankBuilder:
             for name in stage.plan.graph.weights.keys() & parameters:
                 readers[name] = tuple(dict.fromkeys((*readers.get(name, ()), stage.machine)))
         return {name: ranks for name, ranks in sorted(readers.items()) if len(ranks) > 1}
+
+    def _weights(self) -> ModelWeights:
+        """Return the model's weights; rank 0 sends data that this rank's stages read and the rank lacks."""
+        weights = self.request.model_copy.weights
+        if self.source is not None:
+            return weights
+        read_by = {stage.machine: stage.plan.graph.weights for stage in self.plan.stages}
+        wanted = {
+            rank: [name for name in read_by.get(rank, ()) if name in weights.tensors]
+            for rank in ranks_without_data(weights.tensors)
+        }
+        with_data = copy.copy(weights)
+        with_data.tensors = dict(weights.tensors)
+        for name, data in send_weights(weights.tensors, wanted).items():
+            with_data.tensors[name] = as_type_of(weights.tensors[name], data, {})
+        return with_data
 
     def _place(self, index: int | None, cut: StageSource | None) -> RankStage | None:
         if index is None or cut is None:

@@ -417,7 +417,7 @@ def values() -> None:
 
 
 def weights() -> None:
-    """Weights that each rank reads from a checkpoint, or from a folder."""
+    """Weights that rank 0 sends, or that each rank reads from a checkpoint, or from a folder."""
     import tempfile
 
     import transformers
@@ -428,6 +428,8 @@ def weights() -> None:
     expected = model(**inputs)
     with torch.device("meta"):
         meta = SharedWeight().eval()
+    placed = divided(meta if dist.get_rank() else model, inputs, 2)
+    say(f"sent: equal {torch.allclose(placed(**inputs), expected, atol=1e-6)}")
     shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(shared)
     folder = Path(shared[0])
