@@ -388,15 +388,16 @@ def _backend(group: Any, device: torch.device) -> Any:
 
 
 @contextmanager
-def receive_buffers(stage: Any) -> Iterator[None]:
-    """Context manager for a step of a pipelining stage, outside of which it keeps no receive buffers."""
+def receive_buffers(stages: Iterable[Any]) -> Iterator[None]:
+    """Context manager for a step of pipelining stages, outside of which they keep no receive buffers."""
 
     def move(device: str) -> None:
-        for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
-            for info in infos:
-                if getattr(info, "buffer", None) is not None:  # torch 2.11 has none for the first stage
-                    moved = torch.empty_like(info.buffer, device=device)
-                    info.buffer = moved.requires_grad_(info.buffer.requires_grad)
+        for stage in stages:
+            for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+                for info in infos:
+                    if getattr(info, "buffer", None) is not None:  # torch 2.11 has none for the first stage
+                        moved = torch.empty_like(info.buffer, device=device)
+                        info.buffer = moved.requires_grad_(info.buffer.requires_grad)
 
     move("cpu")
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,6 +24,7 @@ from graphplan.capture.sizes.microbatches import batch_of, divided_in, microbatc
 from graphplan.capture.value_branches import require_same_branches
 from graphplan.compiler.cluster.cluster_call import Wires
 from graphplan.compiler.cluster.cluster_planning import Cluster, StageSearch, whole_compiler
+from graphplan.compiler.cluster.interleaved_planning import InterleavedSearch
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.max_memory import MaxMemory
@@ -30,7 +32,7 @@ from graphplan.devices.topology import Link
 from graphplan.errors import BudgetError, DeviceError, InputError, PlanError
 from graphplan.ir.cluster.cluster_plan_data import Objective
 from graphplan.ir.cluster.flight import Flight
-from graphplan.ir.cluster.pipeline_order import PipelineSchedule
+from graphplan.ir.cluster.pipeline_order import PipelineSchedule, rounds_divide
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.report.cluster.cluster_text import network_text
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
@@ -84,7 +86,7 @@ def read_cluster(
     grad = grad or plan_options.train
     one_forward_one_backward = grad and count >= len(machines)
     schedule = plan_options.schedule or ("1f1b" if one_forward_one_backward else "gpipe")
-    topologies = []
+    stages, topologies = _stages_per_machine(schedule, plan_options, len(machines)), []
     for index, max_memory in enumerate(machines):
         try:
             topologies.append(plan_options.topology(max_memory, grad=grad))
@@ -95,6 +97,8 @@ def read_cluster(
         schedule,
         grad=grad,
         train=plan_options.train,
+        machines=len(machines),
+        stages_per_machine=stages,
         results_on_all=results_on_all,
     )
     return Cluster(tuple(topologies), plan_options.network or NETWORK, flight, plan_options.objective)
@@ -104,6 +108,37 @@ def _require_list(machines: Any) -> None:
     is_list = isinstance(machines, Sequence) and not isinstance(machines, str)
     if not is_list or not machines or not all(isinstance(item, Mapping) for item in machines):
         raise InputError("machines must list one max_memory for each rank: [{0: '20GiB'}, {0: '80GiB'}]")
+
+
+def _stages_per_machine(schedule: PipelineSchedule, plan_options: PlanOptions, machines: int) -> int:
+    """Return the most stages that a machine may have; raise InputError if options contradict each other."""
+    stages, count = plan_options.stages_per_machine, plan_options.microbatches
+    if schedule != "interleaved":
+        if stages is not None and stages != 1:
+            raise InputError(
+                f"stages_per_machine={stages!r} is for schedule='interleaved': with {schedule!r} each "
+                "machine has one stage"
+            )
+        return 1
+    stages = 2 if stages is None else stages
+    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
+        raise InputError(
+            f"stages_per_machine must be an integer, 2 or more, for schedule='interleaved', not {stages!r}"
+        )
+    if machines < 2:
+        raise InputError("schedule='interleaved' is for two machines or more: use schedule='1f1b'")
+    if plan_options.objective != "throughput":
+        raise InputError("schedule='interleaved' makes a batch faster: give objective='throughput'")
+    if not rounds_divide(machines, count):
+        lower, higher = (
+            next(other for other in itertools.count(count, step) if rounds_divide(machines, other))
+            for step in (-1, 1)
+        )
+        raise InputError(
+            f"schedule='interleaved' needs whole rounds of microbatches, of {machines} or a few more each, "
+            f"and {count} do not divide into them: give microbatches={lower} or {higher}"
+        )
+    return stages
 
 
 def plan_machines(
@@ -144,8 +179,10 @@ class _Example:
     def plan(self, annotator: Annotator) -> ClusterPlan:
         """Return the plan of the call, of which ``annotator`` has traced a microbatch."""
         rows = batch_of(self.call) if self.microbatches > 1 else 0  # 0: the call is not divided
+        interleaved = self.cluster.flight.schedule == "interleaved"
+        search = InterleavedSearch if interleaved else StageSearch
         request = self.request
-        plan = StageSearch(request.model_copy, annotator, self.cluster, request.options, rows).run()
+        plan = search(request.model_copy, annotator, self.cluster, request.options, rows).run()
         unused = [str(machine) for machine in range(plan.machines) if machine not in plan.used]
         if unused and plan.objective == "throughput":
             warn(
@@ -301,6 +338,7 @@ def _require_planned_for(plan: ClusterPlan, cluster: Cluster) -> None:
     for what, planned, current in (
         ("machines", plan.machines, len(cluster.machines)),
         ("microbatches", plan.microbatches, cluster.flight.microbatches),
+        ("stages on each machine", plan.flight.stages_per_machine, cluster.flight.stages_per_machine),
     ):
         if planned != current:
             raise PlanError(f"the plan is for {planned} {what}, not for {current}")

@@ -30,7 +30,7 @@ ExampleRun = Callable[[Any], Any]
 
 Links = Mapping[tuple[DeviceKey, DeviceKey], Link]
 _ONLY_WITH = {
-    "machines=": ("microbatches", "schedule", "objective", "network"),
+    "machines=": ("microbatches", "schedule", "stages_per_machine", "objective", "network"),
     "train=True": (
         *("optimizer", "optimizer_bytes_per_element", "train_outputs"),
         *("recompute", "offload_activations", "accumulate_gradients"),
@@ -75,6 +75,7 @@ class PlanKeywords(TypedDict, total=False):
     capture_cache: str | Path | None
     microbatches: int
     schedule: PipelineSchedule | None
+    stages_per_machine: int | None
     objective: Objective
     network: Link | None
     train: bool
@@ -110,6 +111,7 @@ class PlanOptions:
     capture_cache: str | Path | None = field(default=None, repr=False)
     microbatches: int = 1
     schedule: PipelineSchedule | None = None
+    stages_per_machine: int | None = None
     objective: Objective = "throughput"
     network: Link | None = None
     train: bool = False

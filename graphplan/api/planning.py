@@ -125,8 +125,10 @@ def plan(
             a model. None: every process traces.
         microbatches: with ``machines``, number of microbatches into which a batch is divided along axis 0.
         schedule: with ``machines``, the order of a training step: ``"gpipe"`` runs all microbatches forward
-            before one runs backward, ``"1f1b"`` takes less memory and no more time. By default ``"1f1b"`` in
+            before one runs backward, ``"1f1b"`` takes less memory and no more time, and with
+            ``"interleaved"`` each machine has several stages, so that it waits less. By default ``"1f1b"`` in
             training with at least one microbatch for each machine, otherwise ``"gpipe"``.
+        stages_per_machine: number of stages on each machine with ``schedule="interleaved"``, 2 by default.
         objective: with ``machines``, ``"throughput"`` minimises the time of a whole batch, and ``"latency"``
             the time of one microbatch. A warning names machines that make a batch no faster, and are unused.
         network: with ``machines``, the link between any two; 10 Gbit/s and 50 microseconds by default.

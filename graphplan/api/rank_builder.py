@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,8 +39,8 @@ from graphplan.runtime.distributed.cluster_module import (
     CallKey,
     ClusterCall,
     ClusterModule,
-    NoStage,
 )
+from graphplan.runtime.distributed.machine_stages import join_stages
 from graphplan.runtime.distributed.sent_weights import ranks_without_data, send_weights
 from graphplan.runtime.distributed.shared_gradients import SharedGradients
 from graphplan.runtime.distributed.stage_runner import StageProgram, StageRunner
@@ -60,7 +60,7 @@ class RankBuilder:
         plan: the plan for all machines.
         source: checkpoint to read weights from.
         divided: tensors of the example -> whether they are divided into microbatches.
-        stage: this rank's placed stage; None if it has none.
+        stages: this rank's placed stages, in order.
         order: names of the operations of the planned call.
         traces: (trace of the model, whether caches stay) -> its name, as stages know it.
         cuts: key of a call, as :meth:`_key` returns it -> this rank's part of it.
@@ -76,7 +76,7 @@ class RankBuilder:
     plan: ClusterPlan
     source: Checkpoint | None
     divided: Divided = field(kw_only=True)
-    stage: RankStage | None = None
+    stages: Sequence[RankStage] = ()
     order: tuple[str, ...] = ()
     traces: dict[tuple[Annotator, bool], str] = field(default_factory=dict)
     cuts: dict[Hashable, _RankCut] = field(default_factory=dict)
@@ -95,16 +95,19 @@ class RankBuilder:
         self.order = tuple(boundaries.graph.operations)
         weights, rank = self._weights(), dist.get_rank()
         trained = self._trained(annotator) if self.cluster.flight.train else frozenset[str]()
-        index = self._ranks.index(rank) if rank in self._ranks else None
-        cut = None
-        if index is not None:
-            span = self.plan.stages[index].start, self.plan.stages[index].end
-            cut = stage_source(annotator, boundaries, weights, *span, trained, self._trace(annotator))
-        self.stage = on_all("placing the stages", lambda: self._place(index, cut))
+        cuts = {
+            index: stage_source(
+                annotator, boundaries, weights, stage.start, stage.end, trained, self._trace(annotator)
+            )
+            for index, stage in enumerate(self.plan.stages)
+            if stage.machine == rank
+        }
+        self.stages = on_all("placing the stages", lambda: self._place(cuts))
+        joined = on_all("joining the stages", lambda: join_stages([item.placed for item in self.stages]))
         model, options = self.request.model, self.request.options
         module = ClusterModule(
             self.plan,
-            NoStage() if self.stage is None else self.stage.placed,
+            joined,
             self.request.model_copy.signature,
             self.prepare,
             training=model.training,
@@ -134,30 +137,32 @@ class RankBuilder:
         weights = self.request.model_copy.weights
         if self.source is not None:
             return weights
-        read_by = {stage.machine: stage.plan.graph.weights for stage in self.plan.stages}
-        wanted = {
-            rank: [name for name in read_by.get(rank, ()) if name in weights.tensors]
-            for rank in ranks_without_data(weights.tensors)
-        }
+        wanted = {}
+        for rank in ranks_without_data(weights.tensors):
+            names = (name for stage in self.plan.stages_of(rank) for name in stage.plan.graph.weights)
+            wanted[rank] = [name for name in dict.fromkeys(names) if name in weights.tensors]
         with_data = copy.copy(weights)
         with_data.tensors = dict(weights.tensors)
         for name, data in send_weights(weights.tensors, wanted).items():
             with_data.tensors[name] = as_type_of(weights.tensors[name], data, {})
         return with_data
 
-    def _place(self, index: int | None, cut: StageSource | None) -> RankStage | None:
-        if index is None or cut is None:
-            return None
-        return RankStage.place(
-            index,
-            self.plan.stages[index],
-            cut,
-            self.cluster.machines[dist.get_rank()],
-            self.request.options,
-            self.source,
-            after=len(self.plan.stages) - 1 - index,
-            shared=self._shared_by(index),
-        )
+    def _place(self, cuts: Mapping[int, StageSource]) -> list[RankStage]:
+        machine, options = self.cluster.machines[dist.get_rank()], self.request.options
+        last = len(self.plan.stages) - 1
+        return [
+            RankStage.place(
+                index,
+                self.plan.stages[index],
+                cut,
+                machine,
+                options,
+                self.source,
+                after=last - index,
+                shared=self._shared_by(index),
+            )
+            for index, cut in cuts.items()
+        ]
 
     def _shared_by(self, index: int) -> frozenset[str]:
         """Return the trained parameters of a stage that other stages read too."""
@@ -248,24 +253,26 @@ class RankBuilder:
     def _cut(
         self, annotator: Annotator, wires: Wires, inputs: Mapping[str, Any], call_key: CallKey
     ) -> _RankCut:
-        """Cut a call into stages, and let this rank's placed stage serve it."""
+        """Cut a call into stages, and let this rank's placed stages serve it."""
         trains = call_key.trains and self.cluster.flight.train
         boundaries = Boundaries(annotator.graph(), call_key.caches_stay)
         positions = self._positions(boundaries)
         crossing = tuple(name for position in positions[1:-1] for name in boundaries.crossing(position))
-        stage = self.stage
-        if stage is None:
-            return _RankCut(None, crossing)
-        cut = stage_source(
-            annotator,
-            boundaries,
-            self.request.model_copy.weights,
-            positions[stage.index],
-            positions[stage.index + 1],
-            wires.trained if trains else frozenset(),
-            self._trace(annotator, caches_stay=call_key.caches_stay),
-        )
-        return _RankCut(stage.serve(cut, wires, inputs, self.cluster.flight, trains=trains), crossing)
+        weights, flight = self.request.model_copy.weights, self.cluster.flight
+        trained = wires.trained if trains else frozenset[str]()
+        sources = []
+        for stage in self.stages:
+            span = positions[stage.index], positions[stage.index + 1]
+            cut = stage_source(
+                annotator,
+                boundaries,
+                weights,
+                *span,
+                trained,
+                self._trace(annotator, caches_stay=call_key.caches_stay),
+            )
+            sources.append(stage.serve(cut, wires, inputs, flight, trains=trains))
+        return _RankCut(tuple(sources), crossing)
 
     def _positions(self, boundaries: Boundaries) -> list[int]:
         if tuple(boundaries.graph.operations) == self.order:
@@ -273,33 +280,35 @@ class RankBuilder:
         return stage_positions(boundaries, [set(stage.plan.graph.weights) for stage in self.plan.stages])
 
     def _runner(self, key: Hashable, wires: Wires, call_key: CallKey) -> StageRunner | None:
-        """Return the runner of this rank's stage, or None; new sizes get a new runner on all ranks."""
+        """Return the runner of this rank's stages, or None; new sizes get a new runner on all ranks."""
         cut = self.cuts[key]
-        if self.stage is None or cut.source is None:
+        if not self.stages:
             return None
         sizes = key, call_key.trains, tuple(map(wires.of, cut.crossing))
         if sizes not in self.runners:
             if len(self.runners) >= MAX_CALLS:
                 self.runners.clear()
-            self.runners[sizes] = self._new_runner(self.stage, cut.source, wires, call_key)
+            self.runners[sizes] = self._new_runner(cut, wires, call_key)
         return self.runners[sizes]
 
-    def _new_runner(
-        self, stage: RankStage, source: StageSource, wires: Wires, call_key: CallKey
-    ) -> StageRunner:
-        program = StageProgram(
-            stage.index,
-            stage.placed,
-            source.cut.trace,
-            inputs=source.cut.inputs,
-            outputs=source.cut.outputs,
-            received=list(map(wires.of, source.cut.received)),
-            sent=list(map(wires.of, source.cut.sent)),
-            ranks=self._ranks,
-            trains=self.request.options.training is None or source.step is not None,
-        )
+    def _new_runner(self, rank_cut: _RankCut, wires: Wires, call_key: CallKey) -> StageRunner:
+        forward_only = self.request.options.training is None
+        programs = [
+            StageProgram(
+                stage.index,
+                stage.placed,
+                source.cut.trace,
+                inputs=source.cut.inputs,
+                outputs=source.cut.outputs,
+                received=list(map(wires.of, source.cut.received)),
+                sent=list(map(wires.of, source.cut.sent)),
+                ranks=self._ranks,
+                trains=forward_only or source.step is not None,
+            )
+            for stage, source in zip(self.stages, rank_cut.sources, strict=True)
+        ]
         return StageRunner(
-            program,
+            programs,
             1 if call_key.caches_stay else self.plan.microbatches,
             self.traffic,
             group=self.group,
@@ -320,9 +329,9 @@ class _RankCut:
     """This rank's part of a call that is cut into stages.
 
     Attributes:
-        source: this rank's stage; None if it has none.
+        sources: this rank's stages, in order.
         crossing: names of the values at all cuts, the same on all ranks.
     """
 
-    source: StageSource | None
+    sources: tuple[StageSource, ...]
     crossing: tuple[str, ...]

@@ -16,6 +16,7 @@ from graphplan.compiler.cluster.stage_compiler import (
     buffer_bytes,
     summing_bytes,
     with_buffers,
+    withholding,
 )
 from graphplan.compiler.cluster.stage_step import in_pipeline, with_step
 from graphplan.compiler.formulation import Options
@@ -37,7 +38,7 @@ class RankStage:
     Attributes:
         index: index of the stage among all stages.
         after: number of stages that follow it.
-        machine: the machine's devices.
+        machine: the machine's devices, without the memory of its other stages.
         compiler: the stage's compiler.
         placed: the stage's placed module.
     """
@@ -65,7 +66,8 @@ class RankStage:
 
         ``after`` stages follow it; other stages read the parameters ``shared`` too.
         """
-        topology = with_buffers(machine, stage.buffer_bytes)
+        devices = withholding(machine, stage.beside_bytes)
+        topology = with_buffers(devices, stage.buffer_bytes)
         options = in_pipeline(options, stage.plan.graph.in_flight, shared)
         require_present(topology)
         if options.training is not None:
@@ -74,7 +76,7 @@ class RankStage:
         planned = compiler.plan(cut.example("cpu"))
         compiler.commit(planned)
         placer = Placer(topology, options, strict=True, source=source, plan=stage.plan)
-        return cls(index, after, machine, compiler, placer.attached(cut.module, compiler, [planned]))
+        return cls(index, after, devices, compiler, placer.attached(cut.module, compiler, [planned]))
 
     def serve(
         self,

@@ -24,7 +24,9 @@ class PipelineParams:
         growths: most such increases.
         searches: most of these for which stages are searched, as their budgets seem sufficient.
         bisections: steps of the bound on the slowest stage.
+        lack: factor on the estimated bytes of a stage whose share of a machine was too small.
         time_share: part of the caller's remaining time limit for the placement of one stage.
+        shares: number of equal parts of a machine's budgets, which are divided among its stages.
     """
 
     cuts: int = 400
@@ -39,7 +41,9 @@ class PipelineParams:
     growths: int = 40
     searches: int = 8
     bisections: int = 40
+    lack: float = 1.05
     time_share: float = 0.125
+    shares: int = 256
 
 
 PARAMS = PipelineParams()

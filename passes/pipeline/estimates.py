@@ -242,7 +242,9 @@ class Estimates:
             seconds = seconds + further * (hop.latency + narrowest / hop.bandwidth)
         excess = np.maximum(0.0, need - room)
         host = next((spec.key for spec in hosts), CPU)
-        streamed = np.minimum(excess, host_room) / machine.link(host, accelerators[0].key).bandwidth
+        # each stage on a shared machine has a share of its accelerators, and so streams more
+        missing = np.minimum(np.maximum(0.0, need - room / self.flight.stages_per_machine), host_room)
+        streamed = missing / machine.link(host, accelerators[0].key).bandwidth
         return np.where(excess <= host_room, np.maximum(seconds, streamed), np.inf)
 
     def _host_transfers(self, machine: Topology, device: DeviceSpec) -> Floats:

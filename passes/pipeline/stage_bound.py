@@ -9,6 +9,15 @@ seconds of its tensors on the network. Let ``P`` be prefix sums of the former an
   x[j] <= T``, each with weights that fit some machine, cover the order: the probe of chains on chains (Pinar
   and Aykanat, JPDC 2004). A running minimum of ``x - P`` gives the positions reachable with ``k`` stretches.
 
+Interleaved stages share machines, and the second argument does not hold. A batch of ``m`` microbatches in
+``n`` stages on ``p`` machines then takes at least
+
+- ``m (P[end] + 2 (n - 1) x) / p``, with the least ``x``: a machine does one thing at a time, together they
+  do all of this, and the busiest does at least the mean.
+- ``P[end] + (n - 1) x + (m - 1) t`` for the operation of the longest ``t``: its machine runs it for each
+  microbatch, and does nothing else meanwhile; the operations before precede its first run, those after
+  follow its last.
+
 Layout operations that are free if their input arrives dense count as free. A weight counts only at its first
 reader, so that shared weights make the bound lower, but never invalid. Views of weights, which every stage
 makes for itself, are not readers: the operations that read the views are.
@@ -23,12 +32,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphplan.devices.topology import Link, Topology
+from graphplan.ir.cluster.flight import Flight
 from graphplan.passes.pipeline.boundaries import Boundaries
 from graphplan.passes.pipeline.cut_params import PARAMS
 from graphplan.passes.pipeline.estimates import operation_seconds
 from graphplan.passes.pipeline.stage_dp import Floats
+from graphplan.passes.placement.certificate import Bound
 from graphplan.passes.placement.params import ROUNDING
 
+INTERLEAVED = "work divided among all machines, operations at their fastest"
 PROOF = "contiguous stages, operations at their fastest"
 FORWARD = "the forward pass alone, in contiguous stages, operations at their fastest"
 _FREE_WHERE_DENSE = ("reshape", "contiguous", "flatten", "clone", "to.")
@@ -60,6 +72,34 @@ def bound_stages(boundaries: Boundaries, machines: Sequence[Topology], network: 
         [float(sum(spec.room for spec in machine.devices)) for machine in machines],
         boundaries.allowed,
     )
+
+
+def bound_interleaved(
+    boundaries: Boundaries, machines: Sequence[Topology], network: Link, flight: Flight
+) -> Bound:
+    """Return the bound on the seconds of a batch for interleaved stages on these machines."""
+    seconds = bound_interleaved_batch(
+        _fastest(boundaries, machines),
+        boundaries.seconds(network)[boundaries.allowed[1:-1]],
+        len(machines),
+        flight.stages_per_machine,
+        flight.microbatches,
+    )
+    return Bound(seconds, INTERLEAVED)
+
+
+def bound_interleaved_batch(
+    seconds: Floats, transfer: Floats, machines: int, stages_per_machine: int, microbatches: int
+) -> float:
+    """Return the bound of :func:`bound_interleaved` from plain figures.
+
+    ``transfer``: (positions,) seconds of the tensors that cross each allowed cut, both ends excluded.
+    """
+    cuts, total = machines * stages_per_machine - 1, float(seconds.sum())
+    cheapest_cut = float(transfer.min(initial=np.inf))
+    mean_busy = microbatches * (total + 2 * cuts * cheapest_cut) / machines
+    longest = total + cuts * cheapest_cut + (microbatches - 1) * float(seconds.max(initial=0.0))
+    return max(mean_busy, longest)
 
 
 def _fastest(boundaries: Boundaries, machines: Sequence[Topology]) -> Floats:

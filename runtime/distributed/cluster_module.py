@@ -1,4 +1,4 @@
-"""The module that every rank calls alike: each runs its own stage, and the last rank has the results."""
+"""The module that every rank calls alike: each runs its own stages, and the last rank has the results."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from graphplan.errors import ClusterError, InputError
 from graphplan.message_text import first_line
 from graphplan.runtime.distributed.agreement import broadcast_from_last, gather_texts
 from graphplan.runtime.distributed.cluster_profile import ClusterProfile, merge_spans
+from graphplan.runtime.distributed.machine_stages import MachineStages
 from graphplan.runtime.distributed.shared_gradients import SharedGradients
 from graphplan.runtime.distributed.stage_runner import StageRunner, Wire
 
@@ -39,7 +40,7 @@ class ClusterCall:
     """How calls with one key are run.
 
     Attributes:
-        runner: runs this rank's stage, backward too if the key says so; None if it has none.
+        runner: runs this rank's stages, backward too if the key says so; None if it has no stage.
         inputs_of: maps a microbatch to the model's inputs by name.
         results: the result tensors of one microbatch.
         rebuild: maps the results by name, and the call, to what the model returns.
@@ -77,22 +78,15 @@ class CallKey:
         return int(hashlib.sha256(repr(self).encode()).hexdigest()[:15], 16)
 
 
-class NoStage(nn.Module):
-    """The module of a rank without a stage: an empty parameter, as optimizers and checkpoints require one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.placeholder = nn.Parameter(torch.empty(0))
-
-
 class ClusterModule(nn.Module):
     """A model over several machines: what :func:`graphplan.partition` with ``machines=`` returns.
 
-    Every rank calls it with the same inputs. Its parameters are those of this rank's stage.
+    Every rank calls it with the same inputs. Its parameters are those of this rank's stages.
 
     Attributes:
         plan: plan for all machines.
-        stage: this rank's placed stage; a module with an empty parameter if it has none.
+        stage: this rank's placed stage, or a module with the weights of several; one with an empty parameter
+            if the rank has no stage.
         traffic: name of a tensor, or ``"tokens"`` -> bytes that this rank has sent of it so far.
     """
 
@@ -187,8 +181,9 @@ class ClusterModule(nn.Module):
         gather_texts("", "the start of a measured batch")
         began = time.perf_counter()
         cluster_call, _ = self._run(micros, caches_stay=False)
-        spans = [] if cluster_call.runner is None else cluster_call.runner.step.spans
-        return merge_spans(self.plan, [(start - began, end - began) for start, end in spans])
+        spans = {} if cluster_call.runner is None else cluster_call.runner.spans()
+        relative = {str(i): [(a - began, b - began) for a, b in times] for i, times in spans.items()}
+        return merge_spans(self.plan, relative)
 
     def train_step(
         self,
@@ -315,6 +310,8 @@ class ClusterModule(nn.Module):
 
     def _cluster_call(self, micros: Sequence[BoundCall], key: CallKey) -> ClusterCall:
         """Return how calls with this key are run, with the current parameters; prepare new ones."""
+        if isinstance(self.stage, MachineStages):
+            self.stage.bind_stages()
         if key not in self._calls or not takes_same_path(self._calls[key].signature, micros[0]):
             if len(self._calls) >= MAX_CALLS:
                 self._calls.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,16 @@ class ClusterProfile:
 
     def summary(self) -> str:
         """Return a table of the measured and estimated seconds of each machine."""
-        rows = [self._row(index, machine) for index, machine in enumerate(self.plan.used)]
+        rows = [self._row(machine) for machine in self.plan.used]
         estimate = max(one.end for one in self.plan.forward_actions)
         estimated, measured = time_text(estimate), time_text(self.seconds)
         lines = table_lines(("machine", "compute", "measured", "waits"), rows)
         return "\n".join([f"one batch forward: {estimated} estimated, {measured} measured", "", *lines])
 
-    def _row(self, index: int, machine: int) -> tuple[str, ...]:
-        busy, estimated = self.busy(index), self.plan.stage_seconds[index].forward
+    def _row(self, machine: int) -> tuple[str, ...]:
+        stages = [index for index, stage in enumerate(self.plan.stages) if stage.machine == machine]
+        estimated = sum(self.plan.stage_seconds[stage].forward for stage in stages)
+        busy = sum(map(self.busy, stages))
         return (
             str(machine),
             time_text(estimated * self.plan.microbatches),
@@ -61,18 +63,25 @@ class ClusterProfile:
         write_whole(path, to_cluster_trace(self.plan, self.slots))
 
 
-def merge_spans(plan: ClusterPlanData[Any], spans: Sequence[tuple[float, float]]) -> ClusterProfile:
+def merge_spans(
+    plan: ClusterPlanData[Any], spans: Mapping[str, Sequence[tuple[float, float]]]
+) -> ClusterProfile:
     """Gather the measured times of all ranks; every rank calls this.
 
     Args:
         plan: plan for all machines.
-        spans: start and end of this rank with each microbatch, in seconds since all were ready.
+        spans: stage of this rank -> its start and end with each microbatch, in seconds since all were ready.
     """
     spans_by_rank = [json.loads(text) for text in gather_texts(json.dumps(spans), "the measured times")]
     slots = []
-    for stage, machine in enumerate(plan.used):
+    for machine in plan.used:
+        spans_of_machine = [
+            (start, end, int(stage), microbatch)
+            for stage, intervals in spans_by_rank[machine].items()
+            for microbatch, (start, end) in enumerate(intervals)
+        ]
         free = 0.0
-        for microbatch, (start, end) in enumerate(spans_by_rank[machine]):
+        for start, end, stage, microbatch in sorted(spans_of_machine):
             slots += [
                 Slot(stage, microbatch, "wait", start=free, end=start),
                 Slot(stage, microbatch, "stage", start=start, end=end),

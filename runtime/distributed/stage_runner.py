@@ -1,4 +1,4 @@
-"""Run the stage of a rank in a pipeline: ``torch.distributed.pipelining`` moves the microbatches.
+"""Run the stages of a rank in a pipeline: ``torch.distributed.pipelining`` moves the microbatches.
 
 Outputs of the previous stage cross the network; inputs of the model are available on every rank, and are not
 sent. The schedule gives each stage the number of a microbatch, which selects its inputs. The digest of the
@@ -20,7 +20,7 @@ from torch import nn
 
 from graphplan._compat.torch import receive_buffers
 from graphplan.errors import ClusterError, InputError
-from graphplan.ir.cluster.pipeline_order import PipelineSchedule
+from graphplan.ir.cluster.pipeline_order import PipelineSchedule, pipeline_order
 from graphplan.message_text import first_line
 from graphplan.runtime.module.dispatch import CallRequest, PlaceAgain, serve
 from graphplan.runtime.module.placed_module import differentiated
@@ -157,21 +157,21 @@ class _RunningStep(nn.Module):
 
 
 class StageRunner:
-    """Runs the microbatches of a call through this rank's stage.
+    """Runs the microbatches of a call through this rank's stages.
 
     Args:
-        program: program of this rank's stage.
+        programs: programs of this rank's stages, in order: one, or several if ``schedule`` is "interleaved".
         microbatches: number of microbatches in each call.
         traffic: counter to which the bytes that this rank sends are added, by name of the value.
         group: process group of the ranks that have stages; None for all.
-        schedule: order of a training step. Forward passes alone have one order.
+        schedule: order of a training step. Forward passes alone have one order, or that of "interleaved".
         trains: whether batches run by :meth:`train`, not by :meth:`run`.
         caches_stay: whether :meth:`take_stay` is called after each batch.
     """
 
     def __init__(
         self,
-        program: StageProgram,
+        programs: Sequence[StageProgram],
         microbatches: int,
         traffic: Counter[str],
         group: dist.ProcessGroup | None = None,
@@ -183,23 +183,33 @@ class StageRunner:
         from torch.distributed import pipelining  # some builds of torch lack it
 
         self.microbatches = microbatches
-        self.step = _RunningStep(program, traffic, caches_stay=caches_stay)
-        wires, count = _wires(program, grad=trains), len(program.ranks)
-        self.stage: Any = pipelining.PipelineStage(
-            self.step, program.index, count, _HOST, *wires, group=group
-        )
-        self.stage.stage_index_to_group_rank = {
-            index: rank if group is None else dist.get_group_rank(group, rank)
-            for index, rank in enumerate(program.ranks)
-        }
+        self.steps = [_RunningStep(program, traffic, caches_stay=caches_stay) for program in programs]
+        self.stages: list[Any] = []
+        for step in self.steps:
+            index, count = step.program.index, len(step.program.ranks)
+            wires = _wires(step.program, grad=trains)
+            self.stages.append(pipelining.PipelineStage(step, index, count, _HOST, *wires, group=group))
         self.losses: list[torch.Tensor] = []
         self.loss: MicrobatchLoss | None = None
         self.scale = 1.0
         # the schedule's own scaling would scale the gradients of earlier steps too
         options: Any = {"loss_fn": self._scaled_loss if trains else None, "scale_grads": False}
+        if schedule == "interleaved":
+            self.schedule: Any = pipelining.ScheduleInterleaved1F1B(self.stages, microbatches, **options)
+            return
+        (stage,), (program,) = self.stages, programs
+        stage.stage_index_to_group_rank = {
+            index: rank if group is None else dist.get_group_rank(group, rank)
+            for index, rank in enumerate(program.ranks)
+        }
         one_forward = trains and schedule == "1f1b"
         schedule_class: Any = pipelining.Schedule1F1B if one_forward else pipelining.ScheduleGPipe
-        self.schedule: Any = schedule_class(self.stage, microbatches, **options)
+        self.schedule = schedule_class(stage, microbatches, **options)
+
+    @property
+    def results(self) -> _RunningStep | None:
+        """The last stage of the pipeline, which has the results; None if it is on another rank."""
+        return self.steps[-1] if self.steps[-1].program.is_last else None
 
     def run(self, model_inputs: Sequence[Mapping[str, Any]], digest: int) -> list[torch.Tensor]:
         """Run a batch forward.
@@ -215,20 +225,27 @@ class StageRunner:
             ClusterError: another rank did not send or receive a tensor within the group's timeout.
             Exception: the exception of this rank's own stage.
         """
-        results: list[torch.Tensor] = []
-        if self.step.program.is_last:
-            results = [wire.empty(self.microbatches) for wire in self.step.program.sent]
+        last, results = self.results, []
+        if last is not None:
+            results = [wire.empty(self.microbatches) for wire in last.program.sent]
             parts = [
                 result.tensor_split(self.microbatches) if result.dim() else (result,) for result in results
             ]
-            self.step.parts = list(zip(*parts, strict=True))
+            last.parts = list(zip(*parts, strict=True))
         with torch.no_grad():
             self._run_schedule(self.schedule.eval, model_inputs, digest, {})
         return results
 
+    def spans(self) -> dict[int, list[tuple[float, float]]]:
+        """Return stage -> its start and end (``perf_counter``) for each microbatch of the last batch."""
+        return {step.program.index: step.spans for step in self.steps}
+
     def take_stay(self) -> dict[str, torch.Tensor]:
-        """Return the stage's outputs for the last microbatch by name, caches included, and drop them here."""
-        outputs, self.step.stay = self.step.stay, {}
+        """Return the stages' outputs for the last microbatch by name, caches included, and drop them here."""
+        outputs: dict[str, torch.Tensor] = {}
+        for step in self.steps:
+            outputs |= step.stay
+            step.stay = {}
         return outputs
 
     def train(
@@ -246,7 +263,7 @@ class StageRunner:
             the loss of each microbatch on the rank of the last stage; an empty list on other ranks.
         """
         self.losses, self.loss, self.scale = [], loss, scale
-        numbers = {"target": torch.arange(self.microbatches)} if self.step.program.is_last else {}
+        numbers = {} if self.results is None else {"target": torch.arange(self.microbatches)}
         with torch.enable_grad():
             self._run_schedule(self.schedule.step, model_inputs, digest, numbers)
         losses, self.losses, self.loss = self.losses, [], None
@@ -257,35 +274,40 @@ class StageRunner:
         try:
             self.losses.append(_checked_loss(self.loss(results, int(number))))
         except Exception as error:  # of any type: the schedule wraps it
-            self.step.failed = error
+            self.steps[-1].failed = error
             raise
         return self.losses[-1] * self.scale
 
     def _run_schedule(
         self, action: Any, model_inputs: Sequence[Mapping[str, Any]], digest: int, targets: Mapping[str, Any]
     ) -> None:
-        step, numbers = self.step, torch.arange(self.microbatches)
-        step.header.fill_(digest)
-        step.model_inputs, step.failed = model_inputs, None
-        step.finished, step.spans = 0, []
-        first_inputs = [] if step.program.index else [numbers]
-        later_inputs = {"number": numbers} if step.program.index else {}
+        for step in self.steps:
+            step.header.fill_(digest)
+            step.model_inputs = model_inputs
+            step.failed = None
+            step.finished, step.spans = 0, []
+        numbers = torch.arange(self.microbatches)
+        first_inputs = [] if self.steps[0].program.index else [numbers]
+        later_inputs = {"number": numbers} if self.steps[-1].program.index else {}
         try:
             # the schedule prints its steps if one fails
-            with silenced(self.schedule.__module__), receive_buffers(self.stage):
+            with silenced(self.schedule.__module__), receive_buffers(self.stages):
                 action(*first_inputs, return_outputs=False, **later_inputs, **targets)
         except RuntimeError as error:
-            if step.failed is not None:
-                raise step.failed from None
+            failed = next((step.failed for step in self.steps if step.failed is not None), None)
+            if failed is not None:
+                raise failed from None
             if error.__cause__ is not None:  # the schedule wraps what this rank's backward pass raised
                 raise error.__cause__ from None
             raise self._no_answer(error) from error
         finally:
-            step.model_inputs, step.parts = (), ()
-            self.stage.clear_runtime_states()
+            for step, stage in zip(self.steps, self.stages, strict=True):
+                step.model_inputs, step.parts = (), ()
+                stage.clear_runtime_states()
 
     def _no_answer(self, error: Exception) -> ClusterError:
-        program, ranks, number = self.step.program, self.step.program.ranks, self.step.finished
+        step, number = self._next()
+        program, ranks = step.program, step.program.ranks
         where = f"rank {ranks[program.index]} (stage {program.index} of {len(ranks)})"
         sending = number == self.microbatches or not program.index
         peer = program.index + 1 if sending else program.index - 1
@@ -293,6 +315,17 @@ class StageRunner:
         verb = f"for rank {ranks[peer % len(ranks)]} to {'receive' if sending else 'send'}"
         number = min(number, self.microbatches - 1)
         return ClusterError(f"{where} waited {verb} {names} of microbatch {number}: {first_line(error)}")
+
+    def _next(self) -> tuple[_RunningStep, int]:
+        """Return the stage that runs forward next, and its microbatch; the first stage if all are done."""
+        done = {step.program.index: step.finished for step in self.steps}
+        if len(self.steps) > 1:
+            machines = len(self.steps[0].program.ranks) // len(self.steps)
+            order = pipeline_order("interleaved", machines, len(self.steps), self.microbatches)
+            for action in order[self.steps[0].program.index]:
+                if not action.backward and action.microbatch == done[action.stage]:
+                    return self.steps[action.stage // machines], action.microbatch
+        return self.steps[0], done[self.steps[0].program.index]
 
 
 def _sent(value: torch.Tensor, wire: Wire) -> torch.Tensor:

@@ -80,6 +80,7 @@ class Transposed(nn.Module):
     [
         (6 * LAYER, {}),
         (14 * LAYER, {"train": True, "schedule": "1f1b"}),
+        (20 * LAYER, {"train": True, "schedule": "interleaved"}),
     ],
 )
 def test_early_weight_views_do_not_pin_their_weights(budget: int, options: dict[str, Any]) -> None:
@@ -333,9 +334,9 @@ def test_saved_activations_require_more_machines_in_training() -> None:
     assert read_max_memory({"cpu": 1})
     asked = PlanOptions(microbatches=8, schedule="1f1b")
     assert read_cluster([{"cpu": "1GiB"}], asked, grad=True).flight == Flight(8, "1f1b", True)
-    assert Flight(8, "gpipe", True).kept_microbatches(after=1) == 8
-    assert Flight(8, "1f1b", True).kept_microbatches(after=1) == 2
-    assert Flight(8, "1f1b", False).kept_microbatches(after=1) == 0
+    assert Flight(8, "gpipe", True, machines=2).kept_microbatches(after=1) == 8
+    assert Flight(8, "1f1b", True, machines=2).kept_microbatches(after=1) == 2
+    assert Flight(8, "1f1b", False, machines=2).kept_microbatches(after=1) == 0
 
 
 def test_1f1b_needs_a_microbatch_per_stage() -> None:

@@ -158,26 +158,30 @@ def chain(width: int = 8, wrong: bool = False) -> Any:
 
 
 def profile(folder: str) -> None:
-    """A measured batch, the same on all ranks; each keeps its trace."""
+    """Measured batches of one stage and of two on each rank, the same on all ranks; each keeps its traces."""
     x, own = torch.ones(6, 8), {"return_outputs": True, "capture_cache": f"{folder}/{dist.get_rank()}"}
-    placed = divided(chain(), {"input": x}, 3, **own)
-    placed(x)
-    found = placed.profile(x)
-    found.save_trace(f"{folder}/{dist.get_rank()}.json")
-    for stage in range(len(found.plan.stages)):
-        mine = [slot for slot in found.slots if slot.stage == stage]
-        assert [slot.kind for slot in mine] == ["wait", "stage"] * 3
-        assert all(before.end == after.start for before, after in itertools.pairwise(mine))
-        assert 0 < found.busy(stage) < found.seconds
-    assert len(found.summary().splitlines()) == 4 + len(found.plan.used)
-    say(f"{len(found.plan.stages)} stages")
+    for schedule in ("gpipe", "interleaved"):
+        placed = divided(chain(), {"input": x}, 3, **own, schedule=schedule)
+        placed(x)
+        found = placed.profile(x)
+        found.save_trace(f"{folder}/{schedule}-{dist.get_rank()}.json")
+        stages = found.plan.stages
+        for machine in found.plan.used:
+            mine = [slot for slot in found.slots if stages[slot.stage].machine == machine]
+            turns = 3 * len(found.plan.stages_of(machine))
+            assert [slot.kind for slot in mine] == ["wait", "stage"] * turns
+            assert all(before.end == after.start for before, after in itertools.pairwise(mine))
+        assert all(0 < found.busy(stage) < found.seconds for stage in range(len(stages)))
+        assert len(found.summary().splitlines()) == 4 + len(found.plan.used)
+        say(f"{schedule}: {len(stages)} stages")
 
 
 def fault(kind: str, rank: str) -> None:
     """One rank dies, stops or is called with other inputs; the others print what they waited for."""
     here, x = dist.get_rank() == int(rank), torch.randn(4, 8)
     try:
-        options = {"grad": kind in LOSSES, "schedule": "gpipe"}
+        schedule = "interleaved" if dist.get_world_size() == 2 else "gpipe"
+        options = {"grad": kind in LOSSES, "schedule": schedule}
         placed = divided(chain(), {"input": x}, 2, return_outputs=True, **options)
         if kind in LOSSES:
             for loss in (LOSSES[kind], torch.nn.functional.mse_loss):
@@ -533,6 +537,101 @@ def stopped() -> None:
         say(str(error))
 
 
+def small_llama() -> Any:
+    """Of four layers, untied."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, vocab_size=64
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+TURNS: dict[str, Any] = {"schedule": "interleaved"}
+
+
+def interleaved() -> None:
+    """Two stages on each rank: a module with skips, and a weight that stages of a rank share."""
+    check_turns("UNet")
+    batch = {"ids": torch.randint(0, 50, (8, 6))}
+    say(f"turns: {trained_beside_eager(SharedLayers().eval(), batch, 4, **TURNS, train=True)}")
+
+
+def interleaved_more() -> None:
+    """Two stages on each rank: a Llama, concatenated skips, a weight of the first and last stage."""
+    llama = small_llama()
+    ids = torch.randint(0, 64, (16, 5))
+    batch = {"input_ids": ids, "use_cache": False}
+    placed = divided(llama, batch, 4, **TURNS)
+    with torch.no_grad():
+        say(f"forward: {len(placed.plan.stages)} stages, {difference(placed(**batch), llama(**batch)):.1e}")
+        single = {**batch, "input_ids": ids[:4]}  # another trace, whose stages take tensors of such sizes too
+        say(f"single: {difference(placed(**single), llama(**single)):.1e}")
+    prompt = {"input_ids": ids[:2], "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    say(f"generate: {torch.equal(placed.generate(**prompt), llama.generate(**prompt))}")
+    say(f"train: {trained_beside_eager(llama, batch, 4, **TURNS, train=True, optimizer=torch.optim.AdamW)}")
+    say(f"grad: {trained_beside_eager(llama, batch, 4, **TURNS, grad=True)}")
+    check_turns("DenseNet")
+    batch = {"ids": torch.randint(0, 50, (8, 6))}
+    say(f"ends: {trained_beside_eager(SharedWeight().eval(), batch, 4, **TURNS, train=True)}")
+
+
+def check_turns(name: str) -> None:
+    """The results of a plain module in two microbatches, compared with eager mode."""
+    model, inputs = PLAIN[name]()
+    placed = divided(model.eval(), inputs, 2, **TURNS)
+    say(f"{name}: {len(placed.plan.stages)} stages, {difference(placed(**inputs), model(**inputs)):.1e}")
+
+
+class SharedLayers(torch.nn.Module):
+    """All layers have one weight, so that stages of one rank share it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(50, 50)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(50, 50) for _ in range(8))
+        for layer in self.layers:
+            layer.weight = self.layers[0].weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.table(ids)
+        for layer in self.layers:
+            h = h + torch.relu(layer(h))
+        return h
+
+
+def trained_beside_eager(model: Any, batch: dict[str, Any], count: int, **options: Any) -> str:
+    """Gradients and losses of two steps, clipped, and weights after SGD, compared with eager mode."""
+    model, eager = copy.deepcopy(model), copy.deepcopy(model)  # on the CPU, the placed one shares its memory
+    ids = next(iter(batch.values()))
+    target, loss = torch.randint(0, 50, ids.shape), result_loss
+    placed = divided(model, batch, count, **options)
+    own = dict(placed.stage.named_parameters())
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (eager, placed.stage)]
+    worst = 0.0
+    for _ in range(2):
+        rows = len(ids) // count
+        expected = []
+        for at in range(0, len(ids), rows):
+            part = {k: v[at : at + rows] if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+            expected.append(loss(eager(**part), target[at : at + rows]))
+        (sum(expected) / count).backward()
+        losses = placed.train_step(loss, target, **batch)
+        if losses is not None:
+            worst = max(worst, difference(losses, [one.detach() for one in expected]))
+        worst = max(worst, difference([p.grad for p in own.values()], grads_of(eager, own)))
+        norms = [torch.nn.utils.clip_grad_norm_(eager.parameters(), 0.5), placed.clip_grad_norm_(0.5)]
+        worst = max(worst, difference(*norms))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    worst = max(worst, difference(list(own.values()), [eager.get_parameter(name) for name in own]))
+    here = placed.plan.stages_of(dist.get_rank())
+    stages = [stage.plan.graph.weights.keys() & own.keys() for stage in here]
+    twice = sum(map(len, stages)) - len(set().union(*stages))
+    return f"{len(placed.plan.stages)} stages, {twice} parameters twice, differ by {worst:.1e}"
+
+
 def result_loss(result: Any, wanted: torch.Tensor) -> torch.Tensor:
     return row_loss(result if isinstance(result, torch.Tensor) else result.logits, wanted)
 
@@ -568,14 +667,15 @@ def planned_training(schedule: str, budget: str) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        peak, stage = machine.peak_bytes(0), placed.plan.stages[dist.get_rank()]
+        peak, stages = machine.peak_bytes(0), placed.plan.stages_of(dist.get_rank())
         own = dict(placed.stage.named_parameters())
         worst = difference([p.cpu() for p in own.values()], [eager.get_parameter(name) for name in own])
         with torch.no_grad():
             found, expected = placed(x), eager(x)
     if found is not None:
         worst = max(worst, difference(found, expected))
-    again, kept = len(stage.plan.recomputed), stage.kept_bytes.get(0, 0)
+    again = sum(len(stage.plan.recomputed) for stage in stages)
+    kept = sum(stage.kept_bytes.get(0, 0) for stage in stages)
     say(f"{len(placed.plan.stages)} stages, recomputed {again}, kept {kept}")
     say(f"peak {peak} of {placed.plan.peak_bytes[dist.get_rank()][0]}, budget {machine.max_memory[0]}")
     say(f"differ by {worst:.1e}")
@@ -662,7 +762,8 @@ class Trainer:
 
     def __init__(self) -> None:
         model, self.batch = table_model()
-        self.placed = divided(model, self.batch, 4, grad=True, schedule="1f1b")
+        schedule = "interleaved" if dist.get_world_size() == 2 else "1f1b"
+        self.placed = divided(model, self.batch, 4, grad=True, schedule=schedule)
         self.optimizer = torch.optim.AdamW(self.placed.stage.parameters(), lr=0.01)
 
     def step(self, number: int) -> None:
@@ -920,11 +1021,13 @@ CASES: dict[str, Callable[..., None]] = {
     "fault": fault,
     "forward_by_1f1b": forward_by_1f1b,
     "generation": generation,
+    "interleaved": interleaved,
     "kept_results": kept_results,
     "no_batches": no_batches,
     "no_cpu_backend": no_cpu_backend,
     "no_stage": no_stage,
     "constants": constants,
+    "interleaved_more": interleaved_more,
     "memory": memory,
     "plain": plain,
     "planned": planned_training,

@@ -1,44 +1,91 @@
-"""The orders of pipeline schedules, and the seconds of a batch."""
+"""The orders of pipeline schedules, compared with those of torch, and the seconds of a batch."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules
 
-from graphplan.ir.cluster.flight import Flight
 from graphplan.ir.cluster.pipeline_order import (
     PipelineSchedule,
     StageAction,
     StageSeconds,
     batch_seconds,
+    most_in_flight,
     pipeline_order,
     play,
+    rounds_divide,
 )
 
+SIZES = [(2, 2, 2), (2, 2, 8), (2, 3, 6), (3, 2, 3), (3, 2, 2), (4, 2, 8), (4, 3, 10), (4, 4, 16), (2, 2, 1)]
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 2), (3, 2), (4, 10)])
-def test_order_equals_the_definition(schedule: PipelineSchedule, stages: int, microbatches: int) -> None:
-    for stage, actions in enumerate(pipeline_order(schedule, stages, microbatches)):
-        found = [("B" if one.backward else "F", one.microbatch) for one in actions]
-        assert found == textbook_order(schedule, stage, stages, microbatches)
-        in_flight = accumulate(-1 if one.backward else 1 for one in actions)
-        most = Flight(microbatches, schedule).most_in_flight(stages - 1 - stage)
-        assert max(in_flight) == most
+
+def torch_order(machines: int, each: int, microbatches: int) -> dict[int, list[StageAction]]:
+    """The actions of torch's own schedule, without a process group."""
+    schedule = object.__new__(schedules.ScheduleInterleaved1F1B)
+    schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = machines, each, microbatches
+    schedule.number_of_rounds = max(1, microbatches // machines)
+    schedule.microbatches_per_round = microbatches // schedule.number_of_rounds
+    return {
+        rank: [
+            StageAction(one.stage_index, one.microbatch_index, one.computation_type.name == "FULL_BACKWARD")
+            for one in schedule._calculate_single_rank_operations(rank)
+            if one is not None
+        ]
+        for rank in range(machines)
+    }
+
+
+@pytest.mark.parametrize(("machines", "each", "microbatches"), SIZES)
+def test_order_equals_torch(machines: int, each: int, microbatches: int) -> None:
+    expected = torch_order(machines, each, microbatches)
+    order = pipeline_order("interleaved", machines, each, microbatches)
+    assert {rank: list(actions) for rank, actions in enumerate(order)} == expected
+    most = Counter[int]()
+    for actions in expected.values():
+        now = Counter[int]()
+        for one in actions:
+            now[one.stage] += -1 if one.backward else 1
+            most[one.stage] = max(most[one.stage], now[one.stage])
+    assert dict(enumerate(most_in_flight("interleaved", machines, each, microbatches))) == dict(most)
+
+
+def test_first_stage_has_most_microbatches_in_flight() -> None:
+    assert most_in_flight("interleaved", 2, 2, 8) == (4, 3, 2, 1)
+    assert most_in_flight("interleaved", 4, 2, 8)[0] == 8
+
+
+def test_rounds() -> None:
+    assert [m for m in range(1, 13) if rounds_divide(4, m)] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12]
+
+
+@pytest.mark.parametrize(("machines", "each", "microbatches"), [(2, 2, 8), (4, 2, 8), (4, 3, 16), (3, 2, 3)])
+def test_bubble_of_equal_stages_matches_the_paper(machines: int, each: int, microbatches: int) -> None:
+    """(p - 1)(t_f + t_b) / v, where t_f and t_b are those of all stages of a machine."""
+    forward, backward = 1.0, 2.0
+    stages = [StageSeconds(forward, backward, 0.0)] * (machines * each)
+    order = pipeline_order("interleaved", machines, each, microbatches)
+    end = batch_seconds(order, stages)
+    own = (forward + backward) * each
+    assert end == pytest.approx(microbatches * own + (machines - 1) * own / each)
+    alone = [StageSeconds(forward, None, 0.0)] * (machines * each)
+    end = batch_seconds(order, alone)
+    assert end == pytest.approx(microbatches * forward * each + (machines - 1) * forward)
 
 
 def test_actions_do_not_overlap_or_precede_their_inputs() -> None:
     stages = [StageSeconds(1.0 + 0.3 * s, 2.0 - 0.1 * s, 0.5 if s < 5 else 0.0) for s in range(6)]
-    found = play(pipeline_order("1f1b", 6, 6), stages)
+    found = play(pipeline_order("interleaved", 3, 2, 6), stages)
     ended = {one.action: one.end for one in found}
     assert len(ended) == len(found) == 2 * 6 * 6
-    for machine in range(6):
-        mine = [one for one in found if one.action.stage == machine]
+    for machine in range(3):
+        mine = [one for one in found if one.action.stage % 3 == machine]
         assert all(a.end <= b.free <= b.received <= b.start <= b.end for a, b in pairwise(mine))
     for one in found:
         stage = one.action.stage + (1 if one.action.backward else -1)
@@ -97,7 +144,7 @@ def test_batch_seconds_random_stages_equal_longest_path(
     stages: list[StageSeconds], microbatches: int, schedule: PipelineSchedule
 ) -> None:
     stages = without_last_transfer(stages)
-    order = pipeline_order(schedule, len(stages), microbatches)
+    order = pipeline_order(schedule, len(stages), 1, microbatches)
     assert batch_seconds(order, stages) == pytest.approx(longest_path(schedule, stages, microbatches))
 
 
@@ -106,7 +153,7 @@ def test_batch_seconds_random_stages_equal_longest_path(
 def test_batch_seconds_gpipe_equal_two_flow_shops(stages: list[StageSeconds], microbatches: int) -> None:
     """Each direction is a flow shop of equal jobs: sum of stages + (m - 1) * slowest stage."""
     stages = without_last_transfer(stages)
-    order = pipeline_order("gpipe", len(stages), microbatches)
+    order = pipeline_order("gpipe", len(stages), 1, microbatches)
     forward, backward = [s.forward for s in stages], [s.backward or 0.0 for s in stages]
     total = sum(forward) + sum(backward) + 2 * sum(stage.transfer for stage in stages)
     slow = slowest(stages, forward) + slowest(stages, backward)
@@ -119,7 +166,7 @@ def test_batch_seconds_1f1b_is_no_longer_than_gpipe(stages: list[StageSeconds], 
     stages = without_last_transfer(stages)
     microbatches = len(stages) + further
     gpipe, one_forward = (
-        batch_seconds(pipeline_order(schedule, len(stages), microbatches), stages)
+        batch_seconds(pipeline_order(schedule, len(stages), 1, microbatches), stages)
         for schedule in ("gpipe", "1f1b")
     )
     loads = [stage.forward + (stage.backward or 0.0) for stage in stages]
@@ -137,14 +184,14 @@ def test_batch_seconds_equal_stages_match_paper(
     schedule: PipelineSchedule, machines: int, microbatches: int
 ) -> None:
     """(m + p - 1)(t_f + t_b), as in Narayanan et al."""
-    order = pipeline_order(schedule, machines, microbatches)
+    order = pipeline_order(schedule, machines, 1, microbatches)
     stages = [StageSeconds(1.0, 2.0, 0.0)] * machines
     assert batch_seconds(order, stages) == pytest.approx((microbatches + machines - 1) * 3.0)
 
 
 def test_batch_seconds_slow_stages_differ_gpipe_takes_longer() -> None:
     stages = [StageSeconds(3.0, 0.0, 0.0), StageSeconds(1.0, 2.0, 0.0)]
-    gpipe, one_forward = (pipeline_order(schedule, 2, 8) for schedule in ("gpipe", "1f1b"))
+    gpipe, one_forward = (pipeline_order(schedule, 2, 1, 8) for schedule in ("gpipe", "1f1b"))
     assert batch_seconds(gpipe, stages) == pytest.approx(41.0)
     assert batch_seconds(one_forward, stages) == pytest.approx(27.0)
 
@@ -153,5 +200,5 @@ def test_batch_seconds_slow_stages_differ_gpipe_takes_longer() -> None:
 def test_forward_order_any_schedule_is_plain_pipeline(schedule: PipelineSchedule) -> None:
     stages = [StageSeconds(seconds, None, 0.5) for seconds in (1.0, 3.0, 2.0)]
     stages = without_last_transfer(stages)
-    order = pipeline_order(schedule, 3, 4)
+    order = pipeline_order(schedule, 3, 1, 4)
     assert batch_seconds(order, stages) == pytest.approx(6.0 + 2 * 0.5 + 3 * 4.0)

@@ -66,6 +66,7 @@ def two(checkpoint: Path, three: object, tmp_path_factory: pytest.TempPathFactor
         "weights",
         "--",
         *(["tied", "--", "closed", "--", "steps", str(checkpoint), "3", "--"] if TRAINS else []),
+        *(["interleaved", "--"] if TRAINS else []),
         *(["no_stage", str(tmp_path_factory.mktemp("no_stage")), "--"] if TRAINS else []),
         "fault",
         "forms",
@@ -167,6 +168,12 @@ def test_unreachable_rank_fails_all_ranks() -> None:
     assert re.match(r"ClusterError: rank 2 \(stage 2 of 3\) waited for rank 1 to send 'linear_\d'", last)
 
 
+def test_rank_with_two_stages_names_the_waiting_one() -> None:
+    with Ranks(2, "fault", "dies", "1") as group:
+        line = said(group.outputs([0])[0])[-1]
+    assert re.match(r"ClusterError: rank 0 \(stage 2 of 4\) waited for rank 1 to send 'linear_\d'", line)
+
+
 @trains
 @pytest.mark.parametrize(
     ("loss", "message"),
@@ -181,7 +188,7 @@ def test_error_in_the_loss_is_raised_on_its_rank(loss: str, message: str) -> Non
     with Ranks(2, "fault", loss, "1") as group:
         first, last = (said(output) for output in group.outputs())
     assert re.match(message, last[0]), last
-    assert re.match(r"ClusterError: rank 0 \(stage 0 of 2\) waited for rank 1", first[0])
+    assert re.match(r"ClusterError: rank 0 \(stage [02] of 4\) waited for rank 1", first[0])
     for error, then in (
         first,
         last,
@@ -304,6 +311,16 @@ def test_planned_training_by_1f1b_keeps_the_budgets() -> None:
 
 
 @trains
+@pytest.mark.slow
+def test_planned_training_with_two_stages_each_keeps_the_budgets() -> None:
+    outputs = outputs_of(2, "planned", "interleaved", "3MiB")
+    check_planned(outputs)
+    stages = [said(output)[0] for output in outputs]
+    assert all(line.startswith("4 stages") for line in stages), stages
+    assert all(int(line.rpartition(" ")[2]) > 0 for line in stages), stages
+
+
+@trains
 def test_shared_weight_sums_gradients_of_both_stages(two: list[dict[str, str]]) -> None:
     for cases in two:
         stages, gradients, weights, kept = said(cases["tied"])
@@ -320,11 +337,35 @@ def test_training_loop_on_rank_without_stage(two: list[dict[str, str]]) -> None:
     assert unused == "parameters [0], losses 0, norm True"
 
 
+def check_turns(outputs: Sequence[str], names: str) -> None:
+    """Two stages on each rank equal eager mode."""
+    for output in outputs:
+        lines = dict(line.split(": ") for line in said(output))
+        assert list(lines) == names.split()
+        assert lines.pop("generate", "True") == "True"
+        for name, line in lines.items():
+            assert float(line.split()[-1]) < 1e-5, (name, line)
+            assert name == "single" or line.startswith("4 stages"), (name, line)
+        assert "1 parameters twice" in lines.get("turns", "1 parameters twice")
+
+
+@trains
+def test_two_stages_per_rank_equal_eager_mode(two: list[dict[str, str]]) -> None:
+    check_turns([cases["interleaved"] for cases in two], "UNet turns")
+
+
+@trains
+@pytest.mark.slow
+def test_more_models_with_two_stages_per_rank() -> None:
+    names = "forward single generate train grad DenseNet ends"
+    check_turns(outputs_of(2, "interleaved_more"), names)
+
+
 @trains
 def test_two_ranks_resume_from_checkpoint_of_three(
     two: list[dict[str, str]], three: list[dict[str, str]]
 ) -> None:
-    for group, begins in ((three, "after 0 steps, 3 stages"), (two, "after 2 steps, 2 stages")):
+    for group, begins in ((three, "after 0 steps, 3 stages"), (two, "after 2 steps, 4 stages")):
         for cases in group:
             (line,) = said(cases["steps"])
             assert line.startswith(begins)
@@ -332,13 +373,18 @@ def test_two_ranks_resume_from_checkpoint_of_three(
 
 
 def test_all_ranks_return_the_same_profile(three: list[dict[str, str]], traces: Path) -> None:
-    assert [said(cases["profile"]) for cases in three] == [["3 stages"]] * 3
-    first, *others = (path.read_text() for path in traces.glob("?.json"))
-    assert others == [first] * 2
-    events = json.loads(first)["traceEvents"]
-    lanes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert lanes[:3] == [f"machine {i} (stage {i})" for i in range(3)]
-    assert lanes[3:] == [f"machine {i} (stage {i}, measured)" for i in range(3)]
+    expected = ["gpipe: 3 stages", "interleaved: 6 stages"]
+    assert [said(cases["profile"]) for cases in three] == [expected] * 3
+    for schedule, stages in (
+        ("gpipe", ["stage 0", "stage 1", "stage 2"]),
+        ("interleaved", ["stages 0, 3", "stages 1, 4", "stages 2, 5"]),
+    ):
+        first, *others = (path.read_text() for path in traces.glob(f"{schedule}-*"))
+        assert others == [first] * 2
+        events = json.loads(first)["traceEvents"]
+        lanes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+        assert lanes[:3] == [f"machine {i} ({own})" for i, own in enumerate(stages)]
+        assert lanes[3:] == [f"machine {i} ({own}, measured)" for i, own in enumerate(stages)]
 
 
 @trains

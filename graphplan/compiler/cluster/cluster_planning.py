@@ -83,6 +83,7 @@ class StageSearch:
         placed: stretch -> its plan, or None if it does not fit.
         by_structure: the same by structure, since equal stretches are placed once.
         refused: the error of a stretch that needs something sent that cannot be sent.
+        fullest: the part of an error's text about the machine that lacks most memory.
     """
 
     model_copy: ModelCopy
@@ -93,6 +94,7 @@ class StageSearch:
     placed: dict[Stretch, Plan | None] = field(init=False, default_factory=dict)
     by_structure: dict[Hashable, Plan | None] = field(init=False, default_factory=dict)
     refused: CaptureError | None = field(init=False, default=None)
+    fullest: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         graph, training, cluster = self.annotator.graph(), self.options.training, self.cluster
@@ -157,12 +159,21 @@ class StageSearch:
 
     # -- stages ----------------------------------------------------------------------------------------
 
+    @property
+    def table_count(self) -> int:
+        """Number of tables over stretches that the search goes through."""
+        counts = [len(members) for members in self.cluster.classes]
+        return len(states_of(counts)) * len(counts)
+
+    @property
+    def most_stages(self) -> int:
+        """Largest number of stages."""
+        return len(self.cluster.machines)
+
     def estimates_for(self, cluster: Cluster) -> Estimates:
         """Return the estimates of all stretches between candidate cuts, on these machines."""
         boundaries = self.boundaries
-        counts = [len(members) for members in self.cluster.classes]
-        tables = len(states_of(counts)) * len(counts)
-        max_cuts = max(int(math.sqrt(PARAMS.cells / tables)), 2 * len(self.cluster.machines) + 2)
+        max_cuts = max(int(math.sqrt(PARAMS.cells / self.table_count)), 2 * self.most_stages + 2)
         devices = [s for machine in cluster.machines for s in machine.computing]
         seconds = operation_seconds(boundaries.graph, devices)
         progress = np.concatenate([[0.0], seconds.cumsum()]) / max(float(seconds.sum()), 1e-30)
@@ -220,7 +231,11 @@ class StageSearch:
         if placed is not None:
             self.estimates.exact[edge] = placed.makespan
         else:
-            self.estimates.refused.add((*edge, stretch.kept_microbatches))
+            self.refuse(stretch)
+
+    def refuse(self, stretch: Stretch) -> None:
+        """Record in the estimates that a stretch does not fit."""
+        self.estimates.refused.add((stretch.machine, stretch.start, stretch.end, stretch.kept_microbatches))
 
     @property
     def reads_trained(self) -> NDArray[np.bool_]:
@@ -258,12 +273,13 @@ class StageSearch:
                 f"schedule='1f1b' needs a microbatch for each stage, and there are {flight.microbatches} for "
                 f"{len(stages)} stages: give microbatches={len(stages)} or more, or schedule='gpipe'"
             )
-        free = [iter(members) for members in cluster.classes]
         stage_plans = [
-            self.placement.stage(stretch, placed, next(free[stretch.machine]))
-            for stretch, placed in zip(stages, self.plans_of(stages), strict=True)
+            self.placement.stage(stretch, placed, machine)
+            for stretch, placed, machine in zip(
+                stages, self.plans_of(stages), self.machines_of(stages), strict=True
+            )
         ]
-        bound = bound_stages(self.boundaries, cluster.machines, cluster.network)
+        bound = self.bound()
         plan = ClusterPlan(
             stages=tuple(stage_plans),
             machines=len(cluster.machines),
@@ -272,13 +288,34 @@ class StageSearch:
             microbatches=flight.microbatches,
             schedule=flight.schedule,
             objective=cluster.objective,
-            lower_bound=bound.seconds(cluster.counted),
-            proof=FORWARD if flight.train else PROOF,
+            lower_bound=bound.seconds,
+            proof=FORWARD if flight.train else bound.proof,
             results_on_all=flight.results_on_all,
         )
         # a bound above the plan's seconds is a bug: it is reported, and dropped
         checked_bound = checked(Bound(plan.lower_bound, plan.proof), plan.seconds)
         return replace(plan, lower_bound=checked_bound.seconds, proof=checked_bound.proof)
+
+    @property
+    def places(self) -> int:
+        """Number of positions where the model can be cut."""
+        return len(self.boundaries.allowed) - 2
+
+    @property
+    def least_cuts(self) -> int:
+        """Fewest cuts that use several machines."""
+        return min(1, len(self.cluster.machines) - 1)
+
+    def machines_of(self, stages: Sequence[Stretch]) -> list[int]:
+        """Return the machine of each stage."""
+        free = [iter(members) for members in self.cluster.classes]
+        return [next(free[stage.machine]) for stage in stages]
+
+    def bound(self) -> Bound:
+        """Return a lower bound on the seconds that the objective counts."""
+        cluster = self.cluster
+        stage_bound = bound_stages(self.boundaries, cluster.machines, cluster.network)
+        return Bound(stage_bound.seconds(cluster.counted), PROOF)
 
     def infeasible(self) -> InfeasibleError:
         """Return the error, with budgets that suffice if some are found."""
@@ -286,15 +323,16 @@ class StageSearch:
         what = "weights, gradients and optimizer state" if self.cluster.flight.train else "weights"
         machines = len(self.cluster.machines)
         text = f"no cut into contiguous stages fits the {machines} machines: {weights} of {what}"
-        if machines > 1 and len(self.boundaries.allowed) == 2:
-            return InfeasibleError(f"{text}, and there is no place where the model can be cut")
+        if self.places < self.least_cuts:
+            found = f"are {self.places} places" if self.places else "is no place"
+            return InfeasibleError(f"{text}, and there {found} where the model can be cut")
         enough = self._larger_machines()
         if enough is None:
-            return InfeasibleError(text)
+            return InfeasibleError(f"{text}{self.fullest}")
         budgets = [one.budgets for one in enough.machines]
         needed = {(i, key): n for i, one in enumerate(budgets) for key, n in one.items()}
         advice = f"These budgets suffice: machines={budgets}"
-        return InfeasibleError(f"{text}. {advice}", needed=needed)
+        return InfeasibleError(f"{text}{self.fullest}. {advice}", needed=needed)
 
     def _larger_machines(self) -> Cluster | None:
         """Return the machines with larger budgets that suffice; None if none are found."""

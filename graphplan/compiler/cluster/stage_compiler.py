@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from graphplan.compiler.compile_state import Choice
 from graphplan.compiler.earlier_plans import Commitments
 from graphplan.compiler.formulation import Formulation, Member, Options
 from graphplan.compiler.pipeline import Compiler, check_budgets, plan_of
-from graphplan.devices.topology import CPU, Topology
+from graphplan.devices.topology import CPU, DeviceKey, Topology
 from graphplan.errors import InputError, PlanError
 from graphplan.ir.cluster.flight import Flight
 from graphplan.ir.cluster.machine_stage import Crossing
@@ -181,9 +181,12 @@ def summing_bytes(topology: Topology, gradients: Iterable[int]) -> int:
 
 def with_buffers(topology: Topology, nbytes: int) -> Topology:
     """Return the machine with its network buffers withheld from the CPU's budget, if it has one."""
-    devices = (
-        replace(spec, taken=spec.taken + nbytes) if spec.device == CPU else spec for spec in topology.devices
-    )
+    return withholding(topology, {spec.key: nbytes for spec in topology.devices if spec.device == CPU})
+
+
+def withholding(topology: Topology, nbytes: Mapping[DeviceKey, int]) -> Topology:
+    """Return the machine with these bytes withheld from its devices' budgets."""
+    devices = (replace(spec, taken=spec.taken + nbytes.get(spec.key, 0)) for spec in topology.devices)
     return replace(topology, devices=tuple(devices))
 
 

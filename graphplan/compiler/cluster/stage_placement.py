@@ -16,11 +16,12 @@ from graphplan.compiler.cluster.stage_compiler import (
     stage_source,
     summing_bytes,
     with_buffers,
+    withholding,
 )
 from graphplan.compiler.cluster.stage_step import in_pipeline, with_step
 from graphplan.compiler.formulation import Options
 from graphplan.compiler.training import trainable, trained_values
-from graphplan.devices.topology import Topology
+from graphplan.devices.topology import DeviceKey, Topology
 from graphplan.ir.cluster.flight import Flight
 from graphplan.ir.cluster.machine_stage import MachineStage
 from graphplan.ir.graph import Graph
@@ -44,12 +45,14 @@ class Stretch:
         start: index of the candidate cut where it starts.
         end: index of the candidate cut where it ends.
         kept_microbatches: microbatches in flight whose activations a training step keeps.
+        share: its share of the machine's budgets, in units of one ``PARAMS.shares``-th.
     """
 
     machine: int
     start: int
     end: int
     kept_microbatches: int = 0
+    share: int = PARAMS.shares
 
 
 @dataclass
@@ -93,6 +96,7 @@ class StagePlacement:
             sends=source.sends if stretch.end < len(self.cuts) - 1 else (),
             buffer_bytes=self._buffer_bytes(stretch),
             plan=self._own_plan(stretch, placed),
+            beside_bytes=self._reserved_bytes(stretch),
         )
 
     def structure(self, stretch: Stretch) -> Hashable:
@@ -100,7 +104,7 @@ class StagePlacement:
         first, last = self.cuts[stretch.start], self.cuts[stretch.end]
         crossing = self.boundaries.crossing
         structure = structure_of(self.boundaries.graph, first, last, crossing(first), crossing(last))
-        return stretch.machine, stretch.kept_microbatches, structure
+        return stretch.machine, stretch.kept_microbatches, stretch.share, structure
 
     def source(self, stretch: Stretch) -> StageSource:
         """Return the stage of a stretch; in training for a class of machines: kernels differ by device."""
@@ -153,8 +157,16 @@ class StagePlacement:
         shared = (self.boundaries.graph.weights[name].nbytes for name in self._shared(stretch))
         return nbytes + summing_bytes(self.machines[stretch.machine], shared if self.flight.train else ())
 
+    def _reserved_bytes(self, stretch: Stretch) -> dict[DeviceKey, int]:
+        """Return device -> bytes that are reserved for other stages of the machine."""
+        if stretch.share == PARAMS.shares:
+            return {}
+        devices = self.machines[stretch.machine].devices
+        return {spec.key: spec.room - spec.room * stretch.share // PARAMS.shares for spec in devices}
+
     def _topology(self, stretch: Stretch) -> Topology:
-        return with_buffers(self.machines[stretch.machine], self._buffer_bytes(stretch))
+        machine = with_buffers(self.machines[stretch.machine], self._buffer_bytes(stretch))
+        return withholding(machine, self._reserved_bytes(stretch))
 
 
 def _runs(graph: Graph) -> list[str]:

@@ -9,13 +9,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, Literal, Self
+from typing import Any, Generic, Literal, Self
 
-from graphplan.devices.topology import CPU, DeviceKey, Link
+from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec, Link
 from graphplan.errors import GraphplanError, PlanError, VerificationError
 from graphplan.ir.cluster.flight import Flight
 from graphplan.ir.cluster.machine_stage import AnyPlan, MachineStage, stage_seconds
-from graphplan.ir.cluster.pipeline_order import PipelineSchedule, StageSeconds, TimedAction, play
+from graphplan.ir.cluster.pipeline_order import (
+    PipelineSchedule,
+    StageSeconds,
+    TimedAction,
+    play,
+    rounds_divide,
+)
 from graphplan.ir.plan_json import decode_plan, encode_plan
 from graphplan.versioned_json import Format, decode_fields, encode_fields, fields_but
 
@@ -30,7 +36,8 @@ class ClusterPlanData(Generic[AnyPlan]):
     """A placement over several machines, in bytes and seconds.
 
     Attributes:
-        stages: stages of the machines that are used, in the order in which a microbatch passes them.
+        stages: stages of the machines that are used, in the order in which a microbatch passes them;
+            interleaved, all machines have equally many, and take turns.
         machines: number of machines, used or not.
         network: the link between any two machines.
         batch: rows of the example batch; 0 if it was not divided.
@@ -81,11 +88,14 @@ class ClusterPlanData(Generic[AnyPlan]):
     @cached_property
     def flight(self) -> Flight:
         """The microbatches and their schedule."""
+        each = len(self.stages) // self.machines if self.schedule == "interleaved" else 1
         return Flight(
             self.microbatches,
             self.schedule,
             grad=self.trains,
             train=self.trains,
+            machines=self.machines,
+            stages_per_machine=max(1, each),
             results_on_all=self.results_on_all,
         )
 
@@ -121,16 +131,18 @@ class ClusterPlanData(Generic[AnyPlan]):
 
     @property
     def used(self) -> list[int]:
-        """The machines that have stages, in the order in which a microbatch passes them."""
-        return [stage.machine for stage in self.stages]
+        """The machines that have stages, in the order in which a microbatch passes them first."""
+        return list(dict.fromkeys(stage.machine for stage in self.stages))
 
     @property
     def shares(self) -> dict[int, tuple[float, float, float]]:
         """Machine -> the shares of a batch in which it computes, in which it transfers, in which it waits."""
         shares, each = {}, self.makespan / self.microbatches or 1.0
-        for stage, load in zip(self.stages, self.loads, strict=True):
-            computes, busy = stage.plan.makespan / each, load / each
-            shares[stage.machine] = computes, busy - computes, round(1.0 - busy, 9) + 0.0  # not -0.0
+        for machine in self.used:
+            own = [index for index, stage in enumerate(self.stages) if stage.machine == machine]
+            computes = sum(self.stages[index].plan.makespan for index in own) / each
+            busy = sum(self.loads[index] for index in own) / each
+            shares[machine] = computes, busy - computes, round(1.0 - busy, 9) + 0.0  # not -0.0
         return shares
 
     @property
@@ -162,11 +174,19 @@ class ClusterPlanData(Generic[AnyPlan]):
         """Machine -> device -> the most bytes that it holds.
 
         Network buffers are included, and in a training step the values saved by microbatches in flight.
+        Several stages of a machine count as if all were at their peaks at once.
         """
         return {
-            stage.machine: {spec.key: stage.held_bytes(spec) for spec in stage.plan.topology.devices}
-            for stage in self.stages
+            machine: {
+                spec.key: sum(stage.held_bytes(spec) for stage in self.stages_of(machine))
+                for spec in self.stages_of(machine)[0].plan.topology.devices
+            }
+            for machine in self.used
         }
+
+    def stages_of(self, machine: int) -> tuple[MachineStage[AnyPlan], ...]:
+        """Return the stages of a machine; none if it is not used."""
+        return tuple(stage for stage in self.stages if stage.machine == machine)
 
     def verify(self) -> None:
         """Prove the plan from its own data; raise VerificationError if it does not hold."""
@@ -184,16 +204,33 @@ class ClusterPlanData(Generic[AnyPlan]):
             stage.plan.verify()
             self._verify_buffers(stage)
             self._verify_in_flight(stage, after=len(self.stages) - 1 - index)
+        for machine in self.used:
+            self._verify_shares(self.stages_of(machine))
         if self.lower_bound > self.seconds * (1 + 1e-9):
             raise VerificationError(
                 f"the lower bound, {self.lower_bound} s, is above the {self.objective}, {self.seconds} s"
             )
 
     def _verify_machines(self) -> None:
-        """Raise unless stages are on known machines, one on each that is used."""
-        used = self.used
-        if not used or len(set(used)) < len(used) or not all(0 <= one < self.machines for one in used):
+        """Raise unless stages are on known machines: one on each that is used; interleaved, all in turn."""
+        used = [stage.machine for stage in self.stages]
+        valid = bool(used) and len(set(used)) == len(used) and all(0 <= one < self.machines for one in used)
+        if self.schedule == "interleaved":
+            turns, rest = divmod(len(used), max(1, self.machines))
+            valid = turns > 1 and not rest and used == list(range(self.machines)) * turns
+            valid = valid and rounds_divide(self.machines, self.microbatches)
+        if not valid:
             raise VerificationError(f"stages are on the machines {used}, of {self.machines}")
+
+    def _verify_shares(self, stages: tuple[MachineStage[AnyPlan], ...]) -> None:
+        """Raise unless the stages of a machine together keep its budgets."""
+        for spec in stages[0].plan.topology.devices:
+            room, held = _room(stages[0], spec), sum(stage.held_bytes(spec) for stage in stages)
+            if held > room and len(stages) > 1:
+                raise VerificationError(
+                    f"the stages of machine {stages[0].machine} hold {held} bytes on device {spec.key!r}, "
+                    f"which has {room}"
+                )
 
     def _verify_buffers(self, stage: MachineStage[AnyPlan]) -> None:
         needed = self.microbatches * sum(one.nbytes for one in (*stage.receives, *stage.sends))
@@ -239,3 +276,10 @@ class ClusterPlanData(Generic[AnyPlan]):
         except (KeyError, TypeError, ValueError, AttributeError, GraphplanError) as error:
             raise PlanError(f"this plan is damaged: {type(error).__name__}: {error}") from error
         return cluster_plan
+
+
+def _room(stage: MachineStage[Any], spec: DeviceSpec) -> int:
+    """Return the bytes of a device that a machine's stages may use together, whatever each plan withholds."""
+    for_stages = stage.buffer_bytes if spec.device == CPU else 0
+    for_stages += stage.beside_bytes.get(spec.key, 0)
+    return spec.memory - spec.withheld + for_stages

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from graphplan.devices.topology import CPU, DeviceKey, DeviceSpec
@@ -11,6 +12,7 @@ from graphplan.ir.liveness import saved_bytes
 from graphplan.ir.plan_data import PlanData
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
+Bytes = Mapping[DeviceKey, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class MachineStage(Generic[AnyPlan]):
-    """A stage: the operations of one machine.
+    """A stage: the operations of one machine, or some of them if machines have several stages.
 
     Attributes:
         machine: its index in ``machines``, which is its rank under torchrun.
@@ -44,6 +46,7 @@ class MachineStage(Generic[AnyPlan]):
             where the plan withholds them if the CPU has a budget.
         plan: plan of one microbatch on this machine, with the keys of its own ``max_memory``; its peaks count
             the other microbatches in flight.
+        beside_bytes: device -> bytes that the plan withholds for the machine's other stages.
     """
 
     machine: int
@@ -53,6 +56,7 @@ class MachineStage(Generic[AnyPlan]):
     sends: tuple[Crossing, ...]
     buffer_bytes: int
     plan: AnyPlan
+    beside_bytes: Bytes = field(default_factory=dict)
 
     @property
     def trains(self) -> bool:

@@ -1,25 +1,31 @@
-"""The order in which each stage runs the microbatches, and when.
+"""The order in which each machine runs the microbatches of its stages, and when.
 
-Stage ``s`` of ``p`` begins with some forward passes; then each forward pass is followed by a backward pass.
-GPipe begins with all of them (Huang et al., NeurIPS 2019), 1F1B with ``p - 1 - s``. For two stages and three
-microbatches, 1F1B is::
+Machine ``r`` of ``p`` begins with some forward passes; then each forward pass is followed by a backward pass.
+GPipe begins with all of them (Huang et al., NeurIPS 2019), 1F1B with ``p - 1 - r``.
 
-    stage 0   F0 F1    B0 F2 B1    B2
-    stage 1      F0 B0 F1 B1 F2 B2
+Interleaved 1F1B has several stages on each machine: stage ``s`` runs on machine ``s % p`` (Narayanan et al.,
+"Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021). Microbatches come
+in rounds: a machine runs those of a round through one stage before it runs them through its next. It begins
+with ``2 (p - 1 - r)`` forward passes, plus those of a round through all of its stages but one. Two machines
+with two stages each and two microbatches::
+
+    machine 0   F00 F01 F20 F21             B20 B21 B00 B01
+    machine 1       F10 F11 F30 B30 F31 B31     B10 B11     (stage, microbatch)
 
 The orders are those of ``torch.distributed.pipelining``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-PipelineSchedule = Literal["gpipe", "1f1b"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 Order = tuple[tuple["StageAction", ...], ...]
-"""The actions of each stage, in order."""
+"""The actions of each machine, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +56,53 @@ class TimedAction:
     end: float
 
 
+def rounds_divide(machines: int, microbatches: int) -> bool:
+    """Whether microbatches form whole rounds, each of as many as there are machines, or a few more."""
+    return microbatches % max(1, microbatches // machines) == 0
+
+
 @cache
-def pipeline_order(schedule: PipelineSchedule, stages: int, microbatches: int) -> Order:
-    """Return the actions of each stage, in order."""
+def pipeline_order(
+    schedule: PipelineSchedule, machines: int, stages_per_machine: int, microbatches: int
+) -> Order:
+    """Return the actions of each machine, in order."""
+    assert stages_per_machine == 1 or rounds_divide(machines, microbatches)
+    each = microbatches // max(1, microbatches // machines)  # microbatches of a round
+    total = microbatches * stages_per_machine
 
-    def actions(stage: int) -> Iterator[StageAction]:
-        ahead = microbatches if schedule == "gpipe" else min(stages - 1 - stage, microbatches)
-        for number in range(microbatches + ahead):
-            if number < microbatches:
-                yield StageAction(stage, number)
+    def forward_passes_first(machine: int) -> int:
+        later = machines - 1 - machine
+        before = {"gpipe": total, "1f1b": later, "interleaved": (stages_per_machine - 1) * each + 2 * later}
+        return min(before[schedule], total)
+
+    def action(machine: int, number: int, *, backward: bool) -> StageAction:
+        turn, place = divmod(number, each * stages_per_machine)
+        own, within = divmod(place, each)
+        own = stages_per_machine - 1 - own if backward else own
+        return StageAction(own * machines + machine, turn * each + within, backward)
+
+    def actions(machine: int) -> Iterator[StageAction]:
+        ahead = forward_passes_first(machine)
+        for number in range(total + ahead):
+            if number < total:
+                yield action(machine, number, backward=False)
             if number >= ahead:
-                yield StageAction(stage, number - ahead, backward=True)
+                yield action(machine, number - ahead, backward=True)
 
-    return tuple(tuple(actions(stage)) for stage in range(stages))
+    return tuple(tuple(actions(machine)) for machine in range(machines))
+
+
+@cache
+def most_in_flight(
+    schedule: PipelineSchedule, machines: int, stages_per_machine: int, microbatches: int
+) -> tuple[int, ...]:
+    """Return for each stage the most microbatches that it has run forward, but not yet backward."""
+    in_flight, most = Counter[int](), Counter[int]()
+    for actions in pipeline_order(schedule, machines, stages_per_machine, microbatches):
+        for one in actions:
+            in_flight[one.stage] += -1 if one.backward else 1
+            most[one.stage] = max(most[one.stage], in_flight[one.stage])
+    return tuple(most[stage] for stage in range(machines * stages_per_machine))
 
 
 @dataclass(frozen=True, slots=True)

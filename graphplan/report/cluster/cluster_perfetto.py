@@ -1,8 +1,8 @@
 """The batch of several machines in Chrome's trace format: a group of lanes for each machine, with the bubble.
 
 A transfer occupies the sender and the receiver. A machine starts the next microbatch when it has sent the one
-before; for the rest of the batch it waits. Times are microseconds, as the format
-requires.
+before; for the rest of the batch it waits. The stages of a machine share its lanes. Times are microseconds,
+as the format requires.
 """
 
 from __future__ import annotations
@@ -68,14 +68,20 @@ def _events(
 ) -> Iterator[dict[str, Any]]:
     if not slots:
         return
-    for index, machine in enumerate(plan.used):
-        number = first + index
-        yield metadata("process_name", number, 0, name=f"machine {machine} (stage {index}{suffix})")
+    lane = {machine: first + place for place, machine in enumerate(plan.used)}
+    for machine, number in lane.items():
+        stages = [str(index) for index, stage in enumerate(plan.stages) if stage.machine == machine]
+        title = f"machine {machine} (stage{'s' if len(stages) > 1 else ''} {', '.join(stages)}{suffix})"
+        yield metadata("process_name", number, 0, name=title)
         yield metadata("thread_name", number, 1, name="microbatches")
         yield metadata("thread_name", number, 2, name="receives")
+    several = len(plan.stages) > len(plan.used)
     for slot in slots:
         stage = plan.stages[slot.stage]
         receives = stage.receives if slot.kind == "receive" and not slot.backward else ()
-        place = first + slot.stage, _LANES[slot.kind]
-        sizes = {value.name: value.nbytes for value in receives}
-        yield bar(slot.name, slot.kind, slot.start, slot.end, *place, sizes)
+        name = f"{slot.name}, stage {slot.stage}" if several else slot.name
+        place, sizes = (
+            (lane[stage.machine], _LANES[slot.kind]),
+            {value.name: value.nbytes for value in receives},
+        )
+        yield bar(name, slot.kind, slot.start, slot.end, *place, sizes)

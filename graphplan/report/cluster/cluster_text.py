@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from graphplan.devices.topology import Link
 from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
-from graphplan.ir.cluster.machine_stage import MachineStage
 from graphplan.message_text import size_text
 from graphplan.report.text import count_text, table_lines, time_text
 
@@ -18,11 +18,12 @@ def cluster_summary(plan: ClusterPlanData[Any]) -> str:
     used = len(plan.used)
     idle = f", {plan.machines - used} of {plan.machines} not used" if used < plan.machines else ""
     parts = count_text(plan.microbatches, "microbatch", "microbatches")
+    each = f" of {plan.flight.stages_per_machine} stages each" if plan.schedule == "interleaved" else ""
     bounded = "one microbatch" if plan.objective == "latency" else "a batch"
     lines = [
-        f"{count_text(used, 'machine')}{idle}, {parts}, schedule {plan.schedule}, for {plan.objective}",
+        f"{count_text(used, 'machine')}{idle}, {parts}, schedule {plan.schedule}{each}, for {plan.objective}",
         "",
-        *table_lines(_HEADER, [_row(plan, stage) for stage in plan.stages]),
+        *table_lines(_HEADER, [_row(plan, machine, shares) for machine, shares in plan.shares.items()]),
         "",
         f"network: {size_text(plan.network_bytes)} per microbatch, at {network_text(plan.network)}",
         f"time: {time_text(plan.makespan)} estimated for a batch, {time_text(plan.latency)} for one "
@@ -44,14 +45,15 @@ def network_text(network: Link) -> str:
     return f"{network.bandwidth / 1e9:.3g} GB/s and {time_text(network.latency)}"
 
 
-def _row(plan: ClusterPlanData[Any], stage: MachineStage[Any]) -> tuple[str, ...]:
-    peaks, sent = plan.peak_bytes[stage.machine], sum(one.nbytes for one in stage.sends)
+def _row(plan: ClusterPlanData[Any], machine: int, shares: Sequence[float]) -> tuple[str, ...]:
+    stages, peaks = plan.stages_of(machine), plan.peak_bytes[machine]
+    sent = sum(one.nbytes for stage in stages for one in stage.sends)
     return (
-        str(stage.machine),
-        f"{stage.start}-{stage.end - 1}",
-        size_text(stage.plan.graph.weight_bytes),
+        str(machine),
+        ", ".join(f"{stage.start}-{stage.end - 1}" for stage in stages),
+        size_text(sum(stage.plan.graph.weight_bytes for stage in stages)),
         ", ".join(f"{key}: {size_text(nbytes)}" for key, nbytes in peaks.items() if nbytes),
-        time_text(stage.plan.makespan),
-        *(f"{100 * share:.0f} %" for share in plan.shares[stage.machine]),
+        time_text(sum(stage.plan.makespan for stage in stages)),
+        *(f"{100 * share:.0f} %" for share in shares),
         size_text(sent) if sent else "",
     )
