@@ -14,10 +14,14 @@ PYTEST := python -m pytest -n auto --dist loadfile --no-loadscope-reorder --benc
 # a test that hangs, in native code too, ends its worker and the run, with what each thread was doing
 PYTEST += --max-worker-restart 0 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
-.PHONY: demo test test-floor test-newest slow lint types layers check docs clean
+.PHONY: demo demo-cluster test test-floor test-newest slow lint types layers check docs clean
 
 demo: $(VENV)/.ready-demo
 	HF_HUB_OFFLINE=1 $(BIN)/graphplan demo --out out
+
+# three processes on this machine, each with a simulated accelerator
+demo-cluster: $(VENV)/.ready-demo
+	HF_HUB_OFFLINE=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 3 -m graphplan.cli.demo_cluster
 
 test: $(VENV)/.ready-dev
 	OMP_NUM_THREADS=1 $(BIN)/$(PYTEST)
