@@ -1,4 +1,4 @@
-"""Take screenshots of a plan's HTML page for the README and the how-to, in ``docs/pictures``.
+"""Take screenshots of plans' HTML pages for the README and the how-to, in ``docs/pictures``.
 
 python docs/tools/page_pictures.py
 
@@ -17,13 +17,17 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from playwright.sync_api import sync_playwright
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, SegformerConfig, SegformerForSemanticSegmentation
 
 import graphplan
 
 PICTURES = Path(__file__).parents[1] / "pictures"
 _WIDTH, _HEIGHT = 1440, 1000  # CSS pixels of the window
 _CHOSEN = 2  # index of the stage whose details the numbered picture shows
+_SIZES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+)
 _SCALE = 1200 / _WIDTH  # image pixels per CSS pixel
 
 # CSS selectors of the elements that the how-to's callouts frame, in the order of their numbers
@@ -60,22 +64,54 @@ _CALLOUT = """([selector, number]) => {
 
 def example() -> graphplan.Plan:
     """Plan Llama 3 8B in bfloat16 on two mixed GPUs, with the speeds of an RTX 4090 and an RTX 3090."""
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model, ids = LlamaForCausalLM(config).to(torch.bfloat16).eval(), torch.ones(1, 512, dtype=torch.long)
+    model, ids = _llama(4096, 14336, 32, 32, 8, 128256), torch.ones(1, 512, dtype=torch.long, device="meta")
     speeds = {
         0: graphplan.Speed(flops=165e12, bandwidth=1008e9),
         1: graphplan.Speed(flops=71e12, bandwidth=936e9),
     }
-    return graphplan.plan(model, {0: "9GiB", 1: "7GiB"}, kwargs={"input_ids": ids}, devices=speeds)
+    bf16 = model.to(torch.bfloat16).eval()
+    return graphplan.plan(bf16, {0: "9GiB", 1: "7GiB"}, kwargs={"input_ids": ids}, devices=speeds)
+
+
+def _llama(*sizes: int) -> LlamaForCausalLM:
+    """Return a Llama on the meta device; ``sizes`` are the values of ``_SIZES``."""
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(use_cache=False, **dict(zip(_SIZES, sizes, strict=True))))
+
+
+def segformer() -> graphplan.Plan:
+    """Plan Segformer B2 on the CPU and a GPU with room for a part of it."""
+    sizes = {"depths": [3, 4, 6, 3], "hidden_sizes": [64, 128, 320, 512], "decoder_hidden_size": 768}
+    with torch.device("meta"):
+        model = SegformerForSemanticSegmentation(SegformerConfig(**sizes, num_labels=150)).eval()
+        inputs = {"pixel_values": torch.ones(1, 3, 512, 512)}
+    return graphplan.plan(model, {0: "200MiB", "cpu": "16GiB"}, kwargs=inputs)
+
+
+def training() -> graphplan.Plan:
+    """Plan a training step of a small Llama with AdamW, on two GPUs and the CPU."""
+    model = _llama(1024, 2816, 4, 16, 16, 32000)
+    ids = torch.ones(4, 256, dtype=torch.long, device="meta")
+    inputs = {"input_ids": ids, "labels": ids}
+    memory = {0: "1600MiB", 1: "1GiB", "cpu": "8GiB"}
+    return graphplan.plan(model, memory, kwargs=inputs, train=True, optimizer=torch.optim.AdamW)
+
+
+def streamed() -> graphplan.Plan:
+    """Plan Llama 3.2 1B in bfloat16 on the CPU and a GPU with room for half of it."""
+    model = _llama(2048, 8192, 16, 32, 8, 128256)
+    ids = torch.ones(1, 2048, dtype=torch.long, device="meta")
+    memory = {0: "1500MiB", "cpu": "16GiB"}
+    return graphplan.plan(model.to(torch.bfloat16).eval(), memory, kwargs={"input_ids": ids})
+
+
+# name of the picture -> the page's title, and the function that makes its plan
+PAGES = {
+    "page": ("Llama 3 8B", example),
+    "segformer": ("Segformer B2", segformer),
+    "training": ("A training step", training),
+    "streamed": ("Llama 3.2 1B", streamed),
+}
 
 
 def _shoot(browser: Any, page_file: Path, name: str, scheme: str, *, numbered: bool = False) -> None:
@@ -98,11 +134,12 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page_file = Path(folder) / "page.html"
-        example().save_html(page_file, title="Llama 3 8B")
-        for scheme in ("light", "dark"):
-            _shoot(browser, page_file, f"page-{scheme}", scheme)
-        _shoot(browser, page_file, "page-numbered", "light", numbered=True)
+        for name, (title, plan) in PAGES.items():
+            page_file = Path(folder) / f"{name}.html"
+            plan().save_html(page_file, title=title)
+            for scheme in ("light", "dark"):
+                _shoot(browser, page_file, f"{name}-{scheme}", scheme)
+        _shoot(browser, Path(folder) / "page.html", "page-numbered", "light", numbered=True)
         browser.close()
 
 
