@@ -8,6 +8,7 @@ from typing import Self
 from graphplan.analysis.plan import Plan
 from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
 from graphplan.report.cluster.cluster_perfetto import to_cluster_trace
+from graphplan.report.cluster.cluster_svg import to_cluster_svg
 from graphplan.report.cluster.cluster_text import cluster_summary
 from graphplan.versioned_json import JsonFile
 from graphplan.whole_files import write_whole
@@ -45,3 +46,11 @@ class ClusterPlan(ClusterPlanData[Plan], JsonFile):
     def save_trace(self, path: str | Path) -> None:
         """Write the estimated batch for Perfetto or ``chrome://tracing``: lanes for each machine."""
         write_whole(path, to_cluster_trace(self))
+
+    def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
+        """Write the estimated batch as a picture: a lane for each machine, its microbatches and waits."""
+        write_whole(path, to_cluster_svg(self, title))
+
+    def _repr_html_(self) -> str:
+        """Return the display of a notebook: the picture of :meth:`save_svg`."""
+        return to_cluster_svg(self)

@@ -10,6 +10,7 @@ from typing import Any
 
 from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
 from graphplan.report.cluster.cluster_perfetto import Slot, to_cluster_trace
+from graphplan.report.cluster.cluster_svg import to_cluster_svg
 from graphplan.report.text import table_lines, time_text
 from graphplan.runtime.distributed.agreement import gather_texts
 from graphplan.whole_files import write_whole
@@ -61,6 +62,10 @@ class ClusterProfile:
     def save_trace(self, path: str | Path) -> None:
         """Write both batches for Perfetto or ``chrome://tracing``: lanes for each machine."""
         write_whole(path, to_cluster_trace(self.plan, self.slots))
+
+    def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
+        """Write the measured batch as a picture."""
+        write_whole(path, to_cluster_svg(self.plan, title, self.slots))
 
 
 def merge_spans(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -215,13 +216,32 @@ def test_trace_has_a_lane_group_for_each_machine(tmp_path: Path) -> None:
     assert sum(sum(event["args"].values()) for event in received) == 4 * plan.network_bytes
 
 
-def test_profile_has_the_measured_batch() -> None:
+def test_the_picture_has_a_lane_for_each_machine(tmp_path: Path) -> None:
+    plan = planned([{"cpu": "1GiB"}] * 3, microbatches=4, objective="throughput")
+    plan.save_svg(tmp_path / "plan.svg", title="a < b")
+    root = ElementTree.parse(tmp_path / "plan.svg").getroot()
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert [text for text in texts if text and text.startswith("machine ")] == [
+        f"machine {i}" for i in range(3)
+    ]
+    assert "a < b" in texts
+    hints = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert sum("computes" in hint for hint in hints) == 3 * 4
+    assert sum("computes" not in hint for hint in hints) == 2 * 4
+
+
+def test_profile_draws_the_measured_batch(tmp_path: Path) -> None:
     plan = planned([{"cpu": "1GiB"}] * 2, microbatches=2, objective="throughput")
     slots = [Slot(i, m, "stage", i + m + 0.5, i + m + 1.0) for i in range(2) for m in range(2)]
     profile = ClusterProfile(plan, tuple(slots))
     assert profile.seconds == 3.0
     assert profile.busy(0) == 1.0
     assert "3.00 s measured" in str(profile)
+    profile.save_svg(tmp_path / "plan.svg")
+    assert (
+        "2 microbatches in 3.00 s, measured; machines compute 33 % of a batch"
+        in (tmp_path / "plan.svg").read_text()
+    )
 
 
 def test_profile_of_training_compares_forward_with_forward(tmp_path: Path) -> None:
