@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from comparison_charts import graphs_svg, models_svg
 from doc_blocks import Block, blocks_of, outputs_of
 from doc_pages import COMMANDS, pages, pictures
 from doc_tables import CASES, markdown, tables
@@ -31,6 +32,8 @@ PICTURES = (
     "graph.txt",
     "summary.txt",
     "plan.svg",
+    "models.svg",
+    "graphs.svg",
     "code.txt",
 )
 
@@ -189,20 +192,21 @@ def test_the_summary_of_real_models_counts_who_is_faster(tmp_path: Path) -> None
     assert markdown(["x"], [["y | z"]]) == "| x |\n| :-- |\n| y \\| z |"
 
 
-def test_tables_have_the_ratio_of_each_feasible_placement(tmp_path: Path) -> None:
-    machine = {"date": "d", "processor": "p", "cores": 1, "gpus": [], "versions": {}}
+def test_charts_mark_each_feasible_placement() -> None:
+    drawn = models_svg(real_models())
+    assert drawn.count("<circle") == 2 * len(CASES)  # the third model's map exceeds its budget
     others = [
         {"name": "accelerate", "seconds": 2.0, "over": 3},
-        {"name": "sequential fill", "seconds": None, "over": 0},
+        {"name": "sequential fill", "seconds": 1.0, "over": 0},
     ]
-    row = {"instance": "x", "operations": 3, "runs": [{"limit": None, "seconds": 1.0}], "others": others}
-    found = {"real_models": {"rows": real_models()}, "placement": {"results": [row]}}
-    for name, data in found.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"machine": machine, **data}), encoding="utf-8")
-    made = tables(tmp_path)
-    assert "| a, 1.0 GB | 2.00× |" in made["real_models"]
-    assert "| c, 1.0 GB | - |" in made["real_models"]  # its map exceeds its budget
-    assert "| x | 3 | 2.00× (over) | - |" in made["placement"]
+    run = {"limit": None, "seconds": 1.0}
+    row = {"instance": "x", "operations": 3, "runs": [run], "others": others}
+    drawn = graphs_svg([row])
+    assert drawn.count("<circle") == 2 + 2  # and the legend's
+    assert drawn.count("fill:none") == 1
+    far = graphs_svg([{**row, "runs": [{**run, "seconds": 1e-6}]}])  # the axis reaches as far as its marks
+    places = [float(x) for x in re.findall(r'<circle cx="([0-9.]+)"', far)]
+    assert all(0 < x < 900 for x in places)
 
 
 def test_pictures_are_those_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

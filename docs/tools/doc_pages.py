@@ -17,6 +17,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from comparison_charts import charts
 from doc_blocks import command, outputs_of
 from doc_tables import tables
 from torch import nn
@@ -75,6 +76,7 @@ def pictures() -> dict[str, str]:
         "graph.txt": str(small.graph),
         "summary.txt": large.summary(),
         "plan.svg": to_svg(large, "Four blocks over two accelerators and the CPU"),
+        **charts(),
         "code.txt": _code(),
     }
 

@@ -79,24 +79,8 @@ def _real_models(data: Data) -> str:
     planning = [row["planning"] for row in data["rows"] if not row["error"]]
     return (
         f"{markdown(header, rows)}\n\nPlanning took {min(planning):.0f} to {max(planning):.0f} CPU seconds "
-        "after the trace. accelerate's maps take milliseconds. The ratio of each model; none where a map "
-        f"exceeds a budget:\n\n{_ratios(data['rows'])}"
+        "after the trace. accelerate's maps take milliseconds."
     )
-
-
-def _ratios(rows: Sequence[Data]) -> str:
-    """Return a table of the ratio of each model, the largest model first, on each set of devices."""
-    ratios = {(row["model"], row["case"]): ratio_of(row) for row in rows}
-    sizes = {row["model"]: row["weights"] for row in rows}
-    lines = [
-        [f"{name}, {size / 1e9:.1f} GB", *(_ratio(ratios.get((name, case))) for case in CASES)]
-        for name, size in sorted(sizes.items(), key=lambda item: -item[1])
-    ]
-    return markdown(["model", *CASES.values()], lines)
-
-
-def _ratio(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}×"
 
 
 def _case(name: str, rows: Sequence[Data]) -> list[str]:
@@ -105,19 +89,6 @@ def _case(name: str, rows: Sequence[Data]) -> list[str]:
     faster, slower = sum(ratio > 1.01 for ratio in ratios), sum(ratio < 0.99 for ratio in ratios)
     counts = [str(faster), str(len(ratios) - faster - slower), str(slower)]
     return [name, f"{median(ratios):.2f}×", *counts, f"{100 * median(gaps):.1f} %"]
-
-
-def _placement(data: Data) -> str:
-    rows = []
-    for row in data["results"]:
-        seconds = next(run["seconds"] for run in row["runs"] if run["limit"] is None)
-        others = [map_of(row, name) for name in ("accelerate", "sequential fill")]
-        cells = [
-            _ratio(other["seconds"] and other["seconds"] / seconds) + (" (over)" if other["over"] else "")
-            for other in others
-        ]
-        rows.append([row["instance"], str(row["operations"]), *cells])
-    return markdown(["graph", "operations", "accelerate", "sequential fill"], rows)
 
 
 def _gigabytes(nbytes: int | None) -> str:
@@ -235,7 +206,6 @@ def _image_sweep(data: Data) -> str:
 
 _RENDERERS: dict[str, Callable[[Data], str]] = {
     "real_models": _real_models,
-    "placement": _placement,
     "offload": _offload,
     "training_gpu": _training_gpu,
     "overhead": _overhead,
