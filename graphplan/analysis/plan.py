@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Self
 
 from graphplan.analysis.bottleneck import advice, find_bottleneck
-from graphplan.analysis.explanation import Explanation, explain
+from graphplan.analysis.explanation import Explanation, explain, stage_reasons
 from graphplan.analysis.sensitivity import Bottleneck
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.plan_json import PLAN_FORMAT, decode_plan, encode_plan
+from graphplan.ir.remarks import Remarks
 from graphplan.report.html_page import to_html
 from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
@@ -74,9 +75,14 @@ class Plan(PlanData, JsonFile):
         """
         return decode_plan(cls, PLAN_FORMAT.parse(text))
 
-    def advice(self) -> str:
-        """Return a sentence on a change that would save time, from a quicker look than :meth:`bottleneck`."""
-        return advice(self)
+    def remarks(self, bottleneck: Bottleneck | None = None) -> Remarks:
+        """Return in words the changes that would save time, and the cost of each stage on other devices.
+
+        Args:
+            bottleneck: result of :meth:`bottleneck`; by default a quick look takes its place.
+        """
+        headline = advice(self) if bottleneck is None else bottleneck.headline
+        return Remarks(headline, stage_reasons(self))
 
     def save_html(
         self,
@@ -90,9 +96,10 @@ class Plan(PlanData, JsonFile):
         Args:
             path: path of the file.
             title: heading of the page, such as the model's name.
-            bottleneck: result of :meth:`bottleneck`, for what would help; :meth:`advice` by default.
+            bottleneck: result of :meth:`bottleneck`, for what would help; by default a quick look takes its
+                place.
         """
-        write_whole(path, to_html(self, title, advice=bottleneck.headline if bottleneck else self.advice()))
+        write_whole(path, to_html(self, title, remarks=self.remarks(bottleneck)))
 
     def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
         """Write the plan as a picture: stages over time, transfers between them, memory below."""

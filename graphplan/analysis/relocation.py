@@ -1,4 +1,4 @@
-"""The cost of one module, operation or weight on another device, everything else unchanged.
+"""The cost of one module, operation, weight or stage on another device, everything else unchanged.
 
 Several options are evaluated, in every call of the plan: the weights on the device too, or streamed from
 where they are, or from the CPU. Prefetch buffers lose slots if that is necessary. A constraint that forbids
@@ -92,12 +92,12 @@ class _MovedCall:
 
 
 class RelocationAnalysis:
-    """Evaluates a module, operation or weight on other devices, in every call of a plan.
+    """Evaluates a module, operation, weight or stage on other devices, in every call of a plan.
 
     Args:
         plan: the plan.
         name: name of the module, operation or weight.
-        kind: as in :class:`~graphplan.analysis.explanation.Explanation`.
+        kind: as in :class:`~graphplan.analysis.explanation.Explanation`, or ``"stage"``.
         owned: its weights.
         operations: its operations in the first call.
     """
@@ -109,7 +109,7 @@ class RelocationAnalysis:
         first = _moved_call(plan, operations)
         others = (
             # the names of operations mean something else in another call
-            [] if kind == "operation" else [op.name for op in other.operations_of(name)]
+            [] if kind in ("operation", "stage") else [op.name for op in other.operations_of(name)]
             for other in plan.others
         )
         self.calls = [first, *map(_moved_call, plan.others, others)]

@@ -19,6 +19,7 @@ from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation
 from graphplan.ir.liveness import Memory, Peak, measure_memory
 from graphplan.ir.module_map import module_map
+from graphplan.ir.remarks import Remarks
 from graphplan.ir.schedule import Load, Move, Schedule
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.ir.timeline import Timeline, call_seconds, make_timeline
@@ -288,9 +289,9 @@ class PlanData:
             others=others,
         )
 
-    def advice(self) -> str:
-        """Return a sentence on a change that would save time; empty for plain plan data."""
-        return ""
+    def remarks(self) -> Remarks:
+        """Return the remarks of a report page; none for plain plan data."""
+        return Remarks()
 
     def verify(self) -> None:
         """Prove the plan from its own data; raise VerificationError if it does not hold."""

@@ -14,6 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from graphplan.ir.plan_data import PlanData
+from graphplan.ir.remarks import Remarks
 from graphplan.ir.timeline import Measured
 from graphplan.report.page_data import page_data
 
@@ -45,14 +46,19 @@ _ESCAPE = re.compile(
 _SLOT = re.compile(r"<!-- (title|style|scripts|data) -->")
 
 
-def to_html(plan: PlanData, title: str = "", measured: Measured | None = None, advice: str = "") -> str:
-    """Return the page of a plan, with a measured call if given, and a sentence on what would save time."""
+def to_html(
+    plan: PlanData,
+    title: str = "",
+    measured: Measured | None = None,
+    remarks: Remarks | None = None,
+) -> str:
+    """Return the page of a plan, with a measured call if given."""
     title = title or "Plan"
     parts = {
         "title": html.escape(json.loads(_plain(json.dumps(title)))),
         "style": f"<style>\n{asset('page.css')}</style>",
         "scripts": "\n".join(f"<script>\n{asset(name)}</script>" for name in _SCRIPTS),
-        "data": _embedded({"title": title, **page_data(plan, measured, advice)}),
+        "data": _embedded({"title": title, **page_data(plan, measured, remarks)}),
     }
     return _SLOT.sub(lambda match: parts[match[1]], asset("page.html"))
 

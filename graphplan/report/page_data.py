@@ -13,7 +13,8 @@ from typing import Any
 from graphplan.devices.speeds import Speed
 from graphplan.devices.topology import CPU, DeviceKey
 from graphplan.ir.liveness import OPTIMIZER
-from graphplan.ir.plan_data import PlanData
+from graphplan.ir.plan_data import PlanData, Stage
+from graphplan.ir.remarks import Remarks
 from graphplan.ir.schedule import Run, prefetch_bytes
 from graphplan.ir.timeline import Measured, Timeline
 from graphplan.report.data_flows import find_flows, made_bytes, run_seconds
@@ -22,9 +23,15 @@ from graphplan.report.text import device_colours, device_name, module_range, sha
 from graphplan.report.time_parts import time_parts, what_takes_the_time
 
 
-def page_data(plan: PlanData, measured: Measured | None = None, advice: str = "") -> dict[str, Any]:
+def page_data(
+    plan: PlanData, measured: Measured | None = None, remarks: Remarks | None = None
+) -> dict[str, Any]:
     """Return the data of a plan's page, for the arguments of :func:`graphplan.report.html_page.to_html`."""
-    return {"answer": [what_takes_the_time(plan), advice], **_PageWriter(plan, measured).data()}
+    remarks = remarks or Remarks()
+    return {
+        "answer": [what_takes_the_time(plan), remarks.advice],
+        **_PageWriter(plan, measured, remarks).data(),
+    }
 
 
 def _positions(items: Iterable[Any]) -> dict[Any, int]:
@@ -33,8 +40,8 @@ def _positions(items: Iterable[Any]) -> dict[Any, int]:
 
 
 class _PageWriter:
-    def __init__(self, plan: PlanData, measured: Measured | None) -> None:
-        self.plan, self.graph, self.measured = plan, plan.graph, measured
+    def __init__(self, plan: PlanData, measured: Measured | None, remarks: Remarks) -> None:
+        self.plan, self.graph, self.measured, self.remarks = plan, plan.graph, measured, remarks
         specs = [spec.key for spec in plan.topology.devices]
         self.keys = specs if plan.schedule.host in specs else [*specs, plan.schedule.host]
         self.device = _positions(self.keys)
@@ -60,6 +67,7 @@ class _PageWriter:
                     "group": group,
                     "device": self.device[stage.device],
                     "modules": module_range(self.plan, stage),
+                    "elsewhere": self._elsewhere(stage),
                 }
                 for group, stage in zip(stages, self.plan.stages, strict=True)
             ],
@@ -185,6 +193,11 @@ class _PageWriter:
             "weights": sum(self.graph.weights[name].nbytes for name in reads),
         }
         return index
+
+    def _elsewhere(self, stage: Stage) -> list[list[str]]:
+        """Return other devices, and the cost of running a stage there."""
+        reasons = self.remarks.elsewhere.get(stage.index, {})
+        return [[device_name(key), text] for key, text in reasons.items()]
 
     def _operations(self) -> dict[str, list[Any]]:
         graph, assigned = self.graph, self.plan.schedule.assignment.operations

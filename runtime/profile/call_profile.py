@@ -108,7 +108,7 @@ class Profile:
 
     def save_html(self, path: str | Path, *, title: str = "") -> None:
         """Write the page of the plan, with measured values next to the estimates."""
-        write_whole(path, to_html(self.plan, title, self.measured, self.plan.advice()))
+        write_whole(path, to_html(self.plan, title, self.measured, self.plan.remarks()))
 
     def save_trace(self, path: str | Path) -> None:
         """Write both timelines for Perfetto or ``chrome://tracing``."""

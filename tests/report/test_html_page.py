@@ -26,6 +26,7 @@ from plans import (
 
 import graphplan
 from graphplan import Plan
+from graphplan.ir.remarks import Remarks
 from graphplan.report.html_page import _SCRIPTS, to_html
 from graphplan.report.text import module_range
 from graphplan.report.time_parts import time_parts, what_takes_the_time
@@ -93,9 +94,9 @@ def browser() -> Iterator[Any]:
 
 
 @cache
-def llama_advice() -> str:
+def llama_remarks() -> Remarks:
     """Advice takes a second to find."""
-    return llama_plan().advice()
+    return llama_plan().remarks()
 
 
 @pytest.fixture(scope="module")
@@ -110,11 +111,11 @@ def open_page(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Open:
         scheme: str = "light",
         html: str = "",
         title: str = "",
-        advice: bool = False,
+        remarks: bool = False,
         alone: bool = False,
     ) -> Opened:
-        text = html or to_html(plan, title, advice=llama_advice() if advice else "")
-        path.write_text(text, encoding="utf-8")
+        words = llama_remarks() if remarks else None
+        path.write_text(html or to_html(plan, title, remarks=words), encoding="utf-8")
         page = tabs.get(scheme)
         if page is None or alone:
             page = browser.new_page(viewport=WINDOW, color_scheme=scheme, reduced_motion="reduce")
@@ -150,7 +151,7 @@ def show(open_page: Open) -> Iterator[Open]:
 @pytest.fixture(scope="module")
 def read(open_page: Open) -> Iterator[Opened]:
     """A page that tests only read, or leave as it was."""
-    opened = open_page(llama_plan(), title="Llama", advice=True, alone=True)
+    opened = open_page(llama_plan(), title="Llama", remarks=True, alone=True)
     yield opened
     opened.leave()
 
@@ -645,7 +646,7 @@ def test_long_names_are_shortened_in_the_middle(show: Open) -> None:
 
 def test_devices_show_used_and_free_memory(show: Open) -> None:
     plan = llama_plan()
-    opened = show(plan)
+    opened = show(plan, remarks=True)
     spec, peak = plan.topology.devices[0], plan.peaks[0]
     said = opened.page.inner_text("#usage .device >> nth=0")
     assert opened.js("n => `${Format.bytes(n)} free`", spec.memory - peak.nbytes) in said
@@ -653,4 +654,7 @@ def test_devices_show_used_and_free_memory(show: Open) -> None:
     assert "activations" in said
     opened.click(opened.js("() => `g${Plan.stages[1].group}`"))
     details = opened.page.inner_text("#details").replace("\t", "\n")
+    for key, text in llama_remarks().elsewhere[1].items():
+        name = f"GPU {key}" if isinstance(key, int) else "CPU"
+        assert f"on {name} instead\n{text}" in details
     assert f"modules\n{module_range(plan, plan.stages[1])}" in details

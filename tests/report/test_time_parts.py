@@ -14,6 +14,7 @@ from torch import nn
 import graphplan
 from graphplan import Graph, Operation, Plan, Value
 from graphplan.analysis.bottleneck import advice
+from graphplan.analysis.explanation import stage_reasons
 from graphplan.report.page_data import page_data
 from graphplan.report.perfetto import to_trace
 from graphplan.report.time_parts import time_parts, what_takes_the_time
@@ -68,6 +69,16 @@ def test_more_memory_helps_with_fixed_weights() -> None:
     known = replace(plan, fixed_weights=plan.schedule.assignment.weights)
     assert "more memory on GPU 0 would save" in advice(known)
     assert known.bottleneck(progress=False).binds
+
+
+def test_stage_shows_its_cost_on_other_devices() -> None:
+    plan = segmenter(10**11)
+    said = plan.remarks().elsewhere
+    assert list(said[0]) == ["cpu"]
+    assert said[1][0].endswith(" ms faster")
+    small = {spec.key: 700 * KIB if spec.key == 0 else spec.memory for spec in llama_plan().topology.devices}
+    tight = replace(llama_plan(), topology=llama_plan().topology.with_memory(small))
+    assert "too little on GPU 0, at model" in stage_reasons(tight)[1][0]
 
 
 def test_advice_suggests_a_faster_device_without_memory_gain() -> None:

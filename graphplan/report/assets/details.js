@@ -54,6 +54,7 @@ const Details = (() => {
         ["FLOPs", item.flops ? Format.flops(item.flops) : ""],
         ["weights", Format.bytes(item.weights)],
         ["output size", Format.bytes(item.made)],
+        ...(Model.isStage(node) ? Plan.stages[Model.stage(node)].elsewhere.map(([device, cost]) => [`on ${device} instead`, cost]) : []),
       ]),
     };
   }
