@@ -26,7 +26,7 @@ import graphplan
 from graphplan.analysis.plan import Plan
 from graphplan.report.svg import to_svg
 
-COMMANDS = ("demo", "plan", "show", "compare", "devices", "explain")
+COMMANDS = ("demo", "plan", "run", "show", "compare", "devices", "explain")
 
 
 def pages(docs: Path) -> list[Path]:

@@ -29,13 +29,17 @@ def _complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
     return [name for name in names if name and name.startswith(incomplete)]
 
 
+_FACTORY = "package.module:factory, a function that returns a module, or a module and its inputs."
 Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="The folder or config.json of a transformers model (no weights are read), or "
-        "package.module:factory, a function that returns a module, or a module and its inputs.",
+        help="The folder or config.json of a transformers model (no weights are read), or " + _FACTORY,
     ),
+]
+ModelToRun = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="The folder or config.json of a transformers model, or " + _FACTORY),
 ]
 Budgets = Annotated[
     list[str] | None,

@@ -169,6 +169,43 @@ def plan(
     say_written(out, html)
 
 
+@app.command("run")
+def run_saved(
+    path: options.PlanFile,
+    model: options.ModelToRun,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="Simulate the plan's accelerators on the CPU: same peaks, slow."),
+    ] = False,
+    batch: options.Batch = None,
+    length: options.Length = None,
+    dtype: options.Dtype = None,
+    trust_remote_code: options.Trust = False,
+    capture_cache: options.CaptureCache = None,
+    as_json: options.Json = False,
+) -> None:
+    """Carry out a saved plan without a search, and measure a forward pass.
+
+    The model, its inputs and the devices must be those of the plan.
+    Weights are read from the folder's safetensors files, if it has any.
+    """
+    from graphplan.cli.model_argument import ModelOptions
+    from graphplan.cli.plan_run import run_plan
+    from graphplan.cli.result_text import run_digest, run_text
+
+    model_options = ModelOptions(batch, length, dtype, trust_remote_code)
+    saved_plan = graphplan.Plan.load_json(path)
+    with working(f"running {model}"):
+        result = run_plan(saved_plan, model, model_options, simulated=simulate, capture_cache=capture_cache)
+    if as_json:
+        print_json(run_digest(result))
+    else:
+        print(f"{result.named.name}, inputs: {result.named.inputs}\n")
+        say(run_text(result))
+    if result.over:
+        raise GraphplanError(f"measured peaks exceed the planned ones, by bytes: {result.over}")
+
+
 @app.command()
 def show(
     path: options.PlanFile,

@@ -1,7 +1,7 @@
 """Load the model that the command line names: a transformers configuration, or a factory.
 
 Only ``config.json`` is read from a folder: no weights, so that nothing is unpickled, and no code unless the
-caller trusts it. The model is built on the meta device, without data.
+caller trusts it. By default the model is built on the meta device, without data.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class ModelOptions:
         dtype: name of a floating-point dtype of torch; None for the model's own.
         trust_remote_code: whether code from a model folder may run.
         meta: whether a factory runs with the meta device as torch's default.
+        data: whether a model built from a configuration has newly initialised data.
     """
 
     batch: int | None = None
@@ -51,6 +52,7 @@ class ModelOptions:
     dtype: str | None = None
     trust_remote_code: bool = False
     meta: bool = False
+    data: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -154,7 +156,7 @@ def _build(config: Any, model_options: ModelOptions) -> nn.Module:
     auto_class = next((n for n in auto_map if n.startswith("AutoModelFor")), "AutoModel")
     named = (getattr(transformers, name, None) for name in config.architectures or ())
     model_class = next((cls for cls in named if isinstance(cls, type) and issubclass(cls, nn.Module)), None)
-    with torch.device("meta"):
+    with torch.device("cpu" if model_options.data else "meta"):
         if model_options.trust_remote_code and auto_class in auto_map:
             model: nn.Module = getattr(transformers, auto_class).from_config(config, trust_remote_code=True)
         elif model_class is not None:

@@ -1,4 +1,4 @@
-"""Text and JSON of plans, comparisons and devices. In JSON, sizes are bytes and times seconds."""
+"""Text and JSON of plans, runs, comparisons and devices. In JSON, sizes are bytes and times seconds."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from graphplan.report.text import table_lines, time_text
 
 if TYPE_CHECKING:  # their modules take seconds to import, which `graphplan show` must not wait for
     from graphplan.cli.demo import DemoResult
+    from graphplan.cli.plan_run import RunResult
     from graphplan.integrations.accelerate.comparison import Baseline
 
 
@@ -50,6 +51,35 @@ def plan_digest(plan: Plan) -> dict[str, Any]:
         "proof": plan.proof,
         "device_map": plan.device_map(),
     }
+
+
+def run_digest(result: RunResult) -> dict[str, Any]:
+    """Return measured and planned seconds and peaks, for JSON."""
+    profile = result.profile
+    return {
+        "model": result.named.name,
+        "inputs": result.named.inputs,
+        "simulated": result.simulated,
+        "seconds": result.seconds,
+        "makespan": profile.plan.makespan,
+        "devices": [
+            {
+                "key": spec.key,
+                "budget": spec.memory,
+                "planned_peak": profile.plan.peak_bytes[spec.key],
+                "measured_peak": profile.peak_bytes.get(spec.key),
+            }
+            for spec in profile.plan.topology.devices
+        ],
+    }
+
+
+def run_text(result: RunResult) -> str:
+    """Return the measurements as text."""
+    lines = [result.profile.summary(), "", f"without marks between operations: {time_text(result.seconds)}"]
+    if result.simulated:
+        lines.append("accelerators were simulated on the CPU: peaks are theirs, times are not")
+    return "\n".join(lines)
 
 
 def comparison_text(rows: Sequence[Baseline]) -> str:

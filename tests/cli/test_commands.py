@@ -223,6 +223,53 @@ def test_show_and_explain_read_the_plan(made: Made, run: Run) -> None:
     assert version[1].strip() == graphplan.__version__
 
 
+def test_run_carries_out_the_plan_on_simulated_devices(made: Made, run: Run) -> None:
+    words = ["run", str(made.plan), made.model, "--length", "16", "--simulate"]
+    words += ["--capture-cache", str(made.folder / "captures")]
+    text = run(*words)
+    assert text.code == 0, text.err
+    assert "LlamaForCausalLM, inputs: input_ids (1, 16)" in text.out
+    assert "measured" in text.out
+    assert list((made.folder / "captures").iterdir())
+    done = run(*words, "--json")
+    assert done.code == 0, done.err
+    said = json.loads(done.out)
+    peaks = {one["key"]: (one["measured_peak"], one["planned_peak"]) for one in said["devices"]}
+    assert all(0 < peaks[key][0] <= peaks[key][1] <= 360 << 10 for key in (0, 1))
+    assert said["seconds"] > 0
+
+
+def test_run_reads_the_weights_of_a_folder(made: Made, run: Run, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**CONFIG)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    done = run("run", str(made.plan), str(tmp_path), "--length", "16", "--simulate", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["simulated"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "Add --simulate"),
+        (
+            ("--simulate", "--length", "8"),
+            "of another graph: its input 'input_ids' is int64[1, 16], not int64[1, 8]",
+        ),
+    ],
+)
+def test_run_refuses_a_plan_that_does_not_match(
+    words: tuple[str, ...], message: str, made: Made, run: Run
+) -> None:
+    if not words and torch.accelerator.is_available():
+        pytest.skip("the devices of the plan may be here")
+    done = run("run", str(made.plan), made.model, *(words or ("--length", "16")))
+    assert done.code == 2
+    assert message in done.err
+    assert "workspace" not in done.err  # that of simulated devices differs, which is not why
+    assert done.err.count("\n") == 1
+
+
 def test_control_characters_in_names_are_escaped(tmp_path: Path, run: Run) -> None:
     plan = hostile_plan()
     text = plan.to_json().replace(json.dumps("&lt;b&gt;"), json.dumps("\x1b]0;taken\x07"))
@@ -429,7 +476,7 @@ def test_shell_completion(made: Made, run: Run) -> None:
 def test_help_names_the_commands() -> None:
     command = [sys.executable, "-m", "graphplan", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=True, env=_environment())
-    for name in ("demo", "plan", "show", "compare", "devices", "explain"):
+    for name in ("demo", "plan", "run", "show", "compare", "devices", "explain"):
         assert name in result.stdout
 
 
@@ -477,6 +524,14 @@ def test_terminal_without_unicode_does_not_fail(made: Made, run: Run) -> None:
     done = run("show", str(made.plan), PYTHONIOENCODING="ascii")
     assert done.code == 0
     assert "?s estimated" in done.out
+
+
+def test_run_of_a_training_plan_raises(made: Made, run: Run, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    graphplan.plan(model, {"cpu": "1MiB"}, (torch.ones(2, 4),), train=True).save_json(tmp_path / "step.json")
+    done = run("run", str(tmp_path / "step.json"), "factories:pair", cwd=made.folder)
+    assert done.code == 2
+    assert "the plan is of a training step" in done.err
 
 
 def test_zero_time_limit_raises(made: Made, run: Run) -> None:
