@@ -126,13 +126,20 @@ INSTANCES: dict[str, Callable[[], Instance]] = {name: partial(_first, name) for 
 
 
 def random_chain(operations: int, cards: int, seed: int = 0) -> Instance:
-    """Return random operations for alternately fast and slow cards.
-
-    There is room for 1.2 times the weights, and for live values.
-    """
+    """Return random operations for alternately fast and slow cards, with room as in :func:`_sized`."""
     graph = random_layers(operations, seed)
+    return _sized(f"random-{operations}x{cards}", graph, cards, [A, B])
+
+
+def stack(layers: int, cards: int) -> Instance:
+    """Return layers of Llama 8B's width (15 operations each) for identical cards."""
+    return _sized(f"stack-{layers}x{cards}", _llama_8b(layers), cards, [A])
+
+
+def _sized(name: str, graph: Graph, count: int, speeds: Sequence[Speed]) -> Instance:
+    """Return the graph with ``count`` cards: room for 1.2 times the weights, and for live values."""
     largest = max(weight.nbytes for weight in graph.weights.values())
     live = sum(sorted((value.nbytes for value in graph.values.values()), reverse=True)[:20])
-    gib = (1.2 * graph.weight_bytes / cards + largest + live) / GIB
-    topology = devices([Card((A, B)[i % 2], gib) for i in range(cards)])
-    return Instance(f"random-{operations}x{cards}", graph, topology)
+    gib = (1.2 * graph.weight_bytes / count + largest + live) / GIB
+    cards = [Card(speeds[i % len(speeds)], gib) for i in range(count)]
+    return Instance(name, graph, devices(cards))

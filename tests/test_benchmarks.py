@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from baselines import baselines, peak_activation, sequential_fill, skeleton
 from builders import KIB, chain
-from instances import GIB, INSTANCES, A, B, C, Card, Instance, devices, random_chain
+from instances import GIB, INSTANCES, A, B, C, Card, Instance, devices, random_chain, stack
 from packing import items, pack, sizes_of
 from placement import Result, Run, measure, plan_table, ratio_table, recorded
 from placement import keep as keep_placements
+from planning_time import Row, laws
 from real_models import Measured, keep, shown
 from real_models import Row as RealRow
 from report import table
@@ -84,6 +85,10 @@ def test_graphs_of_a_size_have_that_size() -> None:
     assert len(random_chain(500, 4).graph.operations) == 500
     assert random_chain(100, 2, seed=1).graph != random_chain(100, 2, seed=2).graph
     assert random_chain(100, 2, seed=1).graph == random_chain(100, 2, seed=1).graph
+    small = stack(3, 16)
+    small.graph.verify()
+    assert len(small.graph.operations) == 3 * 15 + 3
+    assert len(small.topology.devices) == 16
 
 
 # -- the second set --------------------------------------------------------------------------------
@@ -321,6 +326,15 @@ def test_new_results_keep_the_best_time(instances: dict[str, Instance], tmp_path
     solved = Result(clip, [run_of(None, 3.0)], best=3.0)
     keep_placements([solved], tmp_path)
     assert recorded(tmp_path)["clip"]["best"] == 3.0
+
+
+def test_power_law_is_fitted_per_kind_and_device_count() -> None:
+    rows = [Row("x", n, k, 3e-4 * n**1.5 * k**0.5, 0.0) for n in (500, 1000, 2000) for k in (2, 8)]
+    found = laws([*rows, Row("y", 500, 2, 1.0, 0.0)])
+    assert [(law.kind, law.devices) for law in found] == [("x", 2), ("x", 8)]
+    for law in found:
+        assert law.exponent == pytest.approx(1.5)
+        assert law.scale == pytest.approx(3e-4 * law.devices**0.5)
 
 
 def use_beside_buffers(measured: Measured, case: str) -> float:
