@@ -7,6 +7,7 @@ from typing import Self
 
 from graphplan.analysis.plan import Plan
 from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
+from graphplan.report.cluster.cluster_page import to_cluster_html
 from graphplan.report.cluster.cluster_perfetto import to_cluster_trace
 from graphplan.report.cluster.cluster_svg import to_cluster_svg
 from graphplan.report.cluster.cluster_text import cluster_summary
@@ -42,6 +43,10 @@ class ClusterPlan(ClusterPlanData[Plan], JsonFile):
             PlanError: the text is not such a plan, is of an unknown version, or its checks fail.
         """
         return cls._read(Plan, text)
+
+    def save_html(self, path: str | Path, *, title: str = "") -> None:
+        """Write a page: figures, the picture of :meth:`save_svg`, a table of the machines."""
+        write_whole(path, to_cluster_html(self, title))
 
     def save_trace(self, path: str | Path) -> None:
         """Write the estimated batch for Perfetto or ``chrome://tracing``: lanes for each machine."""

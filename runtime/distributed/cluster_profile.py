@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphplan.ir.cluster.cluster_plan_data import ClusterPlanData
+from graphplan.report.cluster.cluster_page import to_cluster_html
 from graphplan.report.cluster.cluster_perfetto import Slot, to_cluster_trace
 from graphplan.report.cluster.cluster_svg import to_cluster_svg
 from graphplan.report.text import table_lines, time_text
@@ -58,6 +59,10 @@ class ClusterProfile:
 
     def __str__(self) -> str:
         return self.summary()
+
+    def save_html(self, path: str | Path, *, title: str = "") -> None:
+        """Write the page of the plan, with the measured batch below the estimated one."""
+        write_whole(path, to_cluster_html(self.plan, title, self.slots))
 
     def save_trace(self, path: str | Path) -> None:
         """Write both batches for Perfetto or ``chrome://tracing``: lanes for each machine."""

@@ -185,8 +185,10 @@ def test_the_stages_of_a_machine_share_its_lanes(tmp_path: Path) -> None:
     assert "3 machines, 6 microbatches, schedule interleaved of 2 stages each" in said
     ranges = [f"{plan.stages[i].start}-{plan.stages[i].end - 1}" for i in (1, 4)]
     assert ", ".join(ranges) in said
-    plan.save_svg(tmp_path / "plan.svg")
-    assert (tmp_path / "plan.svg").read_text(encoding="utf-8").count(", 2 stages</text>") == 3
+    plan.save_html(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert page.count(", 2 stages</text>") == 3
+    assert ", ".join(ranges) in page
 
 
 @pytest.mark.parametrize(

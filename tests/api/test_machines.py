@@ -24,6 +24,7 @@ from graphplan.compiler.cluster.stage_placement import StagePlacement, Stretch
 from graphplan.compiler.pipeline import Compiler
 from graphplan.message_text import size_text
 from graphplan.report.cluster.cluster_perfetto import Slot, batch_slots
+from graphplan.report.cluster.cluster_text import HEADER, machine_rows, shares_text
 from graphplan.report.text import time_text
 
 WIDTH = 1024
@@ -230,7 +231,7 @@ def test_the_picture_has_a_lane_for_each_machine(tmp_path: Path) -> None:
     assert sum("computes" not in hint for hint in hints) == 2 * 4
 
 
-def test_profile_draws_the_measured_batch(tmp_path: Path) -> None:
+def test_page_shows_measured_and_estimated_batch(tmp_path: Path) -> None:
     plan = planned([{"cpu": "1GiB"}] * 2, microbatches=2, objective="throughput")
     slots = [Slot(i, m, "stage", i + m + 0.5, i + m + 1.0) for i in range(2) for m in range(2)]
     profile = ClusterProfile(plan, tuple(slots))
@@ -242,6 +243,11 @@ def test_profile_draws_the_measured_batch(tmp_path: Path) -> None:
         "2 microbatches in 3.00 s, measured; machines compute 33 % of a batch"
         in (tmp_path / "plan.svg").read_text()
     )
+    profile.save_html(tmp_path / "plan.html", title="a < b")
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 2
+    assert "a < b" not in page
+    assert "a &lt; b" in page
 
 
 def test_profile_of_training_compares_forward_with_forward(tmp_path: Path) -> None:
@@ -251,8 +257,10 @@ def test_profile_of_training_compares_forward_with_forward(tmp_path: Path) -> No
     assert f"one batch forward: {seconds} estimated" in str(profile)
     rows = [line.split() for line in str(profile).splitlines()[-3:]]
     assert [row[1:3] for row in rows] == [row[3:5] for row in rows]  # computes as long as estimated
-    profile.save_trace(tmp_path / "trace.json")
-    assert ", backward" not in (tmp_path / "trace.json").read_text(encoding="utf-8")
+    profile.save_html(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert page.count("Batch forward, ") == 2
+    assert ", backward" not in page
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -297,14 +305,20 @@ def test_unused_machines_warning_names_each() -> None:
     assert plan.used == [0]
 
 
-def test_summary_shows_network_traffic() -> None:
+def test_page_shows_network_traffic(tmp_path: Path) -> None:
     plan = planned([{"cpu": "1GiB"}] * 2, microbatches=2, objective="throughput")
-    said = plan.summary()
-    assert f"network: {size_text(plan.network_bytes)} per microbatch" in said
-    assert f"wait {100 * plan.bubble:.0f} %" in said
+    plan.save_html(tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 1
+    for cell in (*HEADER, *(cell for row in machine_rows(plan) for cell in row)):
+        assert cell in page
+    assert f"<b>{size_text(plan.network_bytes)}</b>" in page
+    assert f"<b>{100 * plan.bubble:.0f} %</b>" in page
+    assert shares_text(plan) in page
     computing = sum(slot.end - slot.start for slot in batch_slots(plan) if slot.kind == "stage")
     assert sum(shares[0] for shares in plan.shares.values()) == pytest.approx(computing / plan.makespan)
     assert all(sum(shares) == pytest.approx(1) and min(shares) >= -1e-9 for shares in plan.shares.values())
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
 
 
 def test_microbatches_that_do_not_divide_the_batch_raise() -> None:

@@ -16,11 +16,17 @@ _WIDTH, _LEFT, _RIGHT, _LANE, _BOX, _HEAD = 1180, 190, 24, 64, 30, 62
 _WAIT = "#f1f3f6"
 
 
-def to_cluster_svg(plan: ClusterPlanData[Any], title: str = "Plan", measured: Sequence[Slot] = ()) -> str:
+def to_cluster_svg(
+    plan: ClusterPlanData[Any],
+    title: str = "Plan",
+    measured: Sequence[Slot] = (),
+    *,
+    forward_only: bool = False,
+) -> str:
     """Return the picture of the estimated batch, or of a measured one instead, as text."""
-    slots = list(measured or batch_slots(plan))
+    slots = list(measured or batch_slots(plan, forward_only=forward_only))
     end, shares = max(slot.end for slot in slots), shares_text(plan)
-    if measured:
+    if measured or forward_only:
         computing = sum(slot.end - slot.start for slot in slots if slot.kind == "stage")
         shares = f"machines compute {100 * computing / (len(plan.used) * end):.0f} % of a batch"
     time = f"{time_text(end)}, {'measured' if measured else 'estimated'}"
