@@ -90,6 +90,7 @@ class Plan(PlanData, JsonFile):
         *,
         title: str = "",
         bottleneck: Bottleneck | None = None,
+        other: PlanData | None = None,
     ) -> None:
         """Write the plan as one self-contained interactive HTML page.
 
@@ -98,8 +99,13 @@ class Plan(PlanData, JsonFile):
             title: heading of the page, such as the model's name.
             bottleneck: result of :meth:`bottleneck`, for what would help; by default a quick look takes its
                 place.
+            other: another plan of the same model and example inputs, such as one with other budgets or
+                devices: the page shows the differences, and time and memory of both.
+
+        Raises:
+            PlanError: the other plan is of another graph; the error names the difference.
         """
-        write_whole(path, to_html(self, title, remarks=self.remarks(bottleneck)))
+        write_whole(path, to_html(self, title, remarks=self.remarks(bottleneck), other=other))
 
     def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
         """Write the plan as a picture: stages over time, transfers between them, memory below."""

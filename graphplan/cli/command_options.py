@@ -105,6 +105,12 @@ Meta = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page of the plan.")]
+Other = Annotated[
+    Path | None,
+    typer.Option(
+        "--other", metavar="PLAN", help="A saved plan of the same model, beside this one on the page."
+    ),
+]
 PlanFile = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A file that `graphplan plan --out` or plan.save_json wrote.")
 ]

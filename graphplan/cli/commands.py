@@ -210,6 +210,7 @@ def run_saved(
 def show(
     path: options.PlanFile,
     html: options.Html = None,
+    other: options.Other = None,
     bottleneck: Annotated[
         bool,
         typer.Option("--bottleneck", help="Find the budget, link or device whose growth saves most time."),
@@ -219,11 +220,13 @@ def show(
     """Show a saved plan."""
     from graphplan.cli.result_text import plan_digest
 
-    require_writable(html, read=(path,))
-    saved = graphplan.Plan.load_json(path)
+    require_writable(html, read=(path, other))
+    if other is not None and html is None:
+        raise InputError("--other is shown on the page: add --html FILE")
+    saved, second = graphplan.Plan.load_json(path), None if other is None else graphplan.Plan.load_json(other)
     worst = saved.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
     if html is not None:
-        saved.save_html(html, title=path.stem, bottleneck=worst)
+        saved.save_html(html, title=path.stem, bottleneck=worst, other=second)
     if as_json:
         digest = plan_digest(saved)
         print_json(digest if worst is None else {**digest, "bottleneck": json.loads(worst.to_json())})

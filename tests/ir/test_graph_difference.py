@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from shortcuts import short_search
 from torch import nn
@@ -75,3 +77,13 @@ def test_another_model_or_call_is_named() -> None:
     gelu = stack()
     gelu[0][1] = nn.GELU()  # type: ignore[index]
     assert difference(plan, planned(gelu, CPU)).startswith("only this plan has relu")
+
+
+def test_page_of_two_plans_requires_one_graph(tmp_path: Path) -> None:
+    """Regression: another model's plan was accepted if a single name was the same."""
+    plan, page = planned(stack(), {0: "1MiB", **CPU}), tmp_path / "page.html"
+    with pytest.raises(graphplan.PlanError, match=r"another model or call: only the other has the weight"):
+        plan.save_html(page, other=planned(stack(blocks=3), CPU))
+    assert not page.exists()
+    plan.save_html(page, other=planned(stack(), CPU))
+    assert page.exists()

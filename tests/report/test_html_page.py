@@ -17,6 +17,8 @@ import torch
 from plans import (
     HOSTILE,
     UNet,
+    budgets_of,
+    by_hand,
     hostile_plan,
     large_plan,
     llama,
@@ -25,7 +27,7 @@ from plans import (
 )
 
 import graphplan
-from graphplan import Plan
+from graphplan import Plan, PlanError
 from graphplan.ir.remarks import Remarks
 from graphplan.report.html_page import _SCRIPTS, to_html
 from graphplan.report.text import module_range
@@ -658,3 +660,29 @@ def test_devices_show_used_and_free_memory(show: Open) -> None:
         name = f"GPU {key}" if isinstance(key, int) else "CPU"
         assert f"on {name} instead\n{text}" in details
     assert f"modules\n{module_range(plan, plan.stages[1])}" in details
+
+
+@pytest.mark.slow
+def test_two_plans_side_by_side(show: Open, tmp_path: Path) -> None:
+    plan = llama_plan()
+    assigned = plan.schedule.assignment.operations
+    graph, memory = plan.graph, budgets_of(llama()[0], 0.45)
+    swapped = {
+        name: 1 if "layers.0" in graph.operations[name].module_path else key for name, key in assigned.items()
+    }
+    other = by_hand(graph, memory, swapped)
+    plan.save_html(tmp_path / "two.html", other=other)
+    opened = show(plan, html=(tmp_path / "two.html").read_text(encoding="utf-8"))
+    page = opened.page
+    both = page.inner_text("#both")
+    for one in (plan, other):
+        assert opened.js("s => Format.seconds(s)", one.makespan) in both
+        assert opened.js("n => Format.bytes(n)", one.peak_bytes[0]) in both
+    row = page.locator("#moved tbody tr", has_text="operations").first
+    assert re.match(r"model\.layers\.0\s+\d+ operations\s+GPU 1\s+GPU 0", row.inner_text())
+    row.click()
+    assert opened.js("() => GraphView.chosen()") == ["g0"]
+    opened.shoot("two", whole=True)
+    with pytest.raises(PlanError, match="another model"):
+        plan.save_html(tmp_path / "no.html", other=hostile_plan())
+    assert not show(plan).page.is_visible("#compare")

@@ -140,6 +140,7 @@
   Search.start();
   MemoryCharts.start();
   Timeline.start();
+  Compare.start();
   Spent.start();
   Tables.start();
   Search.follow();
