@@ -44,7 +44,7 @@ layers: $(VENV)/.ready-dev
 
 check: lint types layers test
 
-# the pages take in what their code prints, tables of benchmarks/results, and pictures
+# the pages take in what their code prints, tables of benchmarks/results, and pictures, which need graphviz
 docs: $(VENV)/.ready-docs
 	$(BIN)/python docs/tools/doc_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,6 +76,7 @@ def pictures() -> dict[str, str]:
     return {
         "graph.txt": str(small.graph),
         "summary.txt": large.summary(),
+        "placed.svg": _drawn(large),
         "plan.svg": to_svg(large, "Four blocks over two accelerators and the CPU"),
         **charts(),
         "code.txt": _code(),
@@ -87,6 +89,21 @@ def _code() -> str:
     x = torch.ones(8, 64)
     with graphplan.simulate({0: "160KiB", 1: "160KiB"}) as machine:
         return str(graphplan.partition(model, machine.max_memory, (x,)).code)
+
+
+def _drawn(plan: Plan) -> str:
+    """Render the plan's DOT text with graphviz.
+
+    Raises:
+        RuntimeError: graphviz is not installed.
+    """
+    if shutil.which("dot") is None:
+        raise RuntimeError("the pictures need graphviz: install it, so that there is a command `dot`")
+    path = Path("plan.dot")
+    plan.save_dot(path)
+    dot = subprocess.run(["dot", "-Tsvg", str(path)], capture_output=True, text=True, check=True)
+    path.unlink()
+    return dot.stdout[dot.stdout.index("<svg") :]
 
 
 def write(into: Path, texts: Mapping[str, str]) -> None:

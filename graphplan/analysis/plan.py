@@ -12,7 +12,9 @@ from graphplan.analysis.sensitivity import Bottleneck
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.plan_json import PLAN_FORMAT, decode_plan, encode_plan
 from graphplan.ir.remarks import Remarks
+from graphplan.report.dot import to_dot
 from graphplan.report.html_page import to_html
+from graphplan.report.model_explorer import save_model_explorer
 from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
 from graphplan.report.text import count_text, summary_text
@@ -75,6 +77,14 @@ class Plan(PlanData, JsonFile):
         """
         return decode_plan(cls, PLAN_FORMAT.parse(text))
 
+    def save_dot(self, path: str | Path) -> None:
+        """Write the plan for Graphviz: a cluster per device and stage, an edge per value.
+
+        Above 400 operations a node is a module's share of a stage, about a hundred in all, because
+        Graphviz takes minutes for more nodes.
+        """
+        write_whole(path, to_dot(self))
+
     def remarks(self, bottleneck: Bottleneck | None = None) -> Remarks:
         """Return in words the changes that would save time, and the cost of each stage on other devices.
 
@@ -114,6 +124,10 @@ class Plan(PlanData, JsonFile):
     def save_trace(self, path: str | Path) -> None:
         """Write the estimated timeline for Perfetto or ``chrome://tracing``."""
         write_whole(path, to_trace(self))
+
+    def save_model_explorer(self, path: str | Path, *, title: str = "Plan") -> None:
+        """Write the plan for Model Explorer, with node data in files such as ``plan.device.json``."""
+        save_model_explorer(self, Path(path), title)
 
     def _repr_html_(self) -> str:
         """Return the display of a notebook: the picture of :meth:`save_svg`."""

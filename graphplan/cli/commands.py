@@ -83,7 +83,7 @@ def _group(
 @app.command()
 def demo(
     out: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Where to write plan.html and plan.json.")
+        Path, typer.Option(metavar="FOLDER", help="Where to write plan.html, plan.json and plan.dot.")
     ] = Path("out"),
     as_json: options.Json = False,
 ) -> None:
@@ -95,6 +95,7 @@ def demo(
         result = run_demo()
     out.mkdir(parents=True, exist_ok=True)
     result.plan.save_json(out / "plan.json")
+    result.plan.save_dot(out / "plan.dot")
     result.plan.save_html(out / "plan.html", title="all-MiniLM-L6-v2")
     if as_json:
         peaks = list(map(list, result.measured_peak_bytes.items()))
@@ -102,7 +103,7 @@ def demo(
         print_json({**figures, "plan": plan_digest(result.plan)})
     else:
         print(demo_text(result))
-        say_written(out / "plan.html", out / "plan.json")
+        print(f"\nwrote {out / 'plan.html'}, {out / 'plan.json'} and {out / 'plan.dot'}")
     if result.difference > 1e-5:
         raise GraphplanError(f"the placed model's embeddings differ by {result.difference}")
 
@@ -211,6 +212,7 @@ def show(
     path: options.PlanFile,
     html: options.Html = None,
     other: options.Other = None,
+    dot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Graphviz file.")] = None,
     bottleneck: Annotated[
         bool,
         typer.Option("--bottleneck", help="Find the budget, link or device whose growth saves most time."),
@@ -220,13 +222,15 @@ def show(
     """Show a saved plan."""
     from graphplan.cli.result_text import plan_digest
 
-    require_writable(html, read=(path, other))
+    require_writable(html, dot, read=(path, other))
     if other is not None and html is None:
         raise InputError("--other is shown on the page: add --html FILE")
     saved, second = graphplan.Plan.load_json(path), None if other is None else graphplan.Plan.load_json(other)
     worst = saved.bottleneck(progress=sys.stderr.isatty()) if bottleneck else None
     if html is not None:
         saved.save_html(html, title=path.stem, bottleneck=worst, other=second)
+    if dot is not None:
+        saved.save_dot(dot)
     if as_json:
         digest = plan_digest(saved)
         print_json(digest if worst is None else {**digest, "bottleneck": json.loads(worst.to_json())})
@@ -234,7 +238,7 @@ def show(
     say(saved.summary())
     if worst is not None:
         say(f"\n{worst}")
-    say_written(html)
+    say_written(html, dot)
 
 
 @app.command()

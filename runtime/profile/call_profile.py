@@ -27,6 +27,7 @@ from graphplan.ir.schedule import Load, Move, Wait
 from graphplan.ir.timeline import Event, Measured, Timeline
 from graphplan.message_text import size_text
 from graphplan.report.html_page import to_html
+from graphplan.report.model_explorer import save_model_explorer
 from graphplan.report.perfetto import to_trace
 from graphplan.report.svg import to_svg
 from graphplan.report.text import table_lines, time_text
@@ -117,6 +118,10 @@ class Profile:
     def save_svg(self, path: str | Path, *, title: str = "Plan") -> None:
         """Write the picture of the plan, with the measured peaks."""
         write_whole(path, to_svg(self.plan, title, self.measured))
+
+    def save_model_explorer(self, path: str | Path, *, title: str = "Plan") -> None:
+        """Write the plan for Model Explorer, with the measured seconds as an additional coloring."""
+        save_model_explorer(self.plan, Path(path), title, self.measured)
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,7 +207,7 @@ def test_show_and_explain_read_the_plan(made: Made, run: Run) -> None:
     plan = graphplan.Plan.from_json(made.plan.read_text(encoding="utf-8"))
     words = [
         ["show", str(made.plan)],
-        ["show", str(made.plan), "--json", "--html", "plan.html"],
+        ["show", str(made.plan), "--json", "--dot", str(made.folder / "plan.dot"), "--html", "plan.html"],
         ["explain", str(made.plan), "model.layers.1"],
         ["explain", str(made.plan), "model.layers.1", "--json"],
         ["--version"],
@@ -220,6 +220,7 @@ def test_show_and_explain_read_the_plan(made: Made, run: Run) -> None:
     assert data["makespan"] == plan.makespan
     assert data["device_map"] == plan.device_map()
     assert [(d["key"], d["peak"]) for d in data["devices"]] == list(plan.peak_bytes.items())
+    assert (made.folder / "plan.dot").read_text(encoding="utf-8").startswith("digraph")
     assert "<title>plan</title>" in (made.folder / "plan.html").read_text(encoding="utf-8")
     assert (made.folder / "two.html").read_text(encoding="utf-8") == to_html(
         plan, "plan", remarks=plan.remarks(None), other=plan
@@ -425,9 +426,9 @@ BAD: list[tuple[list[str], int, str]] = [
     (["plan", "nowhere/at/all", "--out", "one", "--html", "./one"], 2, "'one' is named twice"),
     (["plan", "nowhere/at/all", "--measured", "speeds", "--out", "./speeds"], 2, "'speeds' is read by this"),
     (["plan", "MODEL", "--out", "MODEL/config.json"], 2, "config.json' is read by this command"),
-    (["show", "plan.json", "--html", "./plan.json"], 2, "'plan.json' is read by this command"),
+    (["show", "plan.json", "--dot", "./plan.json"], 2, "'plan.json' is read by this command"),
     (["show", "plan.json", "--other", "b.json", "--html", "b.json"], 2, "'b.json' is read by this command"),
-    (["show", "plan.json", "--html", "."], 2, "'.' is a folder"),
+    (["show", "plan.json", "--dot", "."], 2, "'.' is a folder"),
     (["show", "plan.json", "--other", "plan.json"], 2, "add --html FILE"),
     (["show", "absent.json"], 2, "graphplan: 'absent.json' cannot be read: No such file"),
     (["show", "broken.json"], 2, "'broken.json': this is not JSON"),
@@ -505,6 +506,7 @@ def test_demo_places_a_real_model_and_writes_the_plan(tmp_path: Path, run: Run) 
     plan = graphplan.Plan.from_json((written / "plan.json").read_text(encoding="utf-8"))
     plan.verify()
     assert {stage.device for stage in plan.stages} == {0, 1, "cpu"}
+    assert (written / "plan.dot").read_text(encoding="utf-8").startswith("digraph")
     assert "<title>all-MiniLM-L6-v2</title>" in (written / "plan.html").read_text(encoding="utf-8")
 
 

@@ -225,6 +225,12 @@ def test_summary_is_a_table(plan: Plan) -> None:
 def test_files(plan: Plan, tmp_path: Path) -> None:
     plan.save_json(tmp_path / "plan.json")
     assert Plan.from_json((tmp_path / "plan.json").read_text(encoding="utf-8")) == plan
+    plan.save_dot(tmp_path / "plan.dot")
+    dot = (tmp_path / "plan.dot").read_text(encoding="utf-8")
+    assert dot.startswith("digraph plan {")
+    assert dot.count("subgraph cluster_stage_") == len(plan.stages)
+    assert dot.count("subgraph cluster_device_") == len({stage.device for stage in plan.stages})
+    assert dot.count("{") == dot.count("}")
 
 
 def test_weight_reread_without_an_arriving_value() -> None:

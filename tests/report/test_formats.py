@@ -1,10 +1,12 @@
-"""Plans as SVG and trace JSON, as a digraph and in a notebook."""
+"""Plans as DOT, SVG, Model Explorer and trace JSON, as a digraph and in a notebook."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
+import shutil
+import subprocess
 import textwrap
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -25,6 +27,7 @@ from graphplan.message_text import size_text
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.report.data_flows import find_flows
+from graphplan.report.dot import MOST_MODULES
 from graphplan.report.html_page import _SCRIPTS, asset
 from graphplan.report.module_tree import MOST_CHILDREN, Group, stage_groups
 from graphplan.report.page_data import page_data
@@ -39,6 +42,35 @@ PLANS = [llama_plan, unet_plan, hostile_plan]
 def plan(request: pytest.FixtureRequest) -> Plan:
     found: Plan = request.param()
     return found
+
+
+# -- DOT ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="no graphviz here: apt-get install graphviz")
+def test_dot_renders(plan: Plan, tmp_path: Path) -> None:
+    plan.save_dot(tmp_path / "plan.dot")
+    drawn = subprocess.run(["dot", "-Tsvg", tmp_path / "plan.dot"], capture_output=True, check=True)
+    assert drawn.stderr == b""
+    root = ET.fromstring(drawn.stdout)
+    classes = [group.get("class") for group in root.iter("{http://www.w3.org/2000/svg}g")]
+    used = {stage.device for stage in plan.stages}
+    assert classes.count("cluster") == len(plan.stages) + len(used)
+    assert classes.count("node") == sum(len(stage.operations) for stage in plan.stages)
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="no graphviz here: apt-get install graphviz")
+def test_dot_of_large_graphs_has_module_nodes(tmp_path: Path) -> None:
+    plan = large_plan()
+    plan.save_dot(tmp_path / "plan.dot")
+    drawn = subprocess.run(
+        ["dot", "-Tsvg", tmp_path / "plan.dot"], capture_output=True, check=True, timeout=60
+    )
+    root = ET.fromstring(drawn.stdout)
+    nodes = [g for g in root.iter("{http://www.w3.org/2000/svg}g") if g.get("class") == "node"]
+    assert len(plan.stages) <= len(nodes) <= MOST_MODULES
+    counts = re.findall(r"(\d+) operations", drawn.stdout.decode())
+    assert sum(map(int, counts)) == len(plan.graph.operations)
 
 
 def test_hooked_plan_text_has_no_bound(plan: Plan) -> None:
@@ -197,6 +229,80 @@ def test_trace_shows_bytes_of_moved_weights() -> None:
     events = check_trace(to_trace(plan))
     moved = [event["args"] for event in events if event["name"] == "w0"]
     assert moved == [{"weights": ["w0"], "bytes": 4 * KIB}]
+
+
+# -- Model Explorer -------------------------------------------------------------------------------
+
+
+def check_collection(data: dict[str, Any]) -> dict[str, Any]:
+    """Hold a collection against ``GraphCollection`` of Model Explorer's ``input_graph.ts``."""
+    assert set(data) == {"label", "graphs"}
+    (graph,) = data["graphs"]
+    assert set(graph) == {"id", "nodes", "groupNodeAttributes"}
+    ids = [node["id"] for node in graph["nodes"]]
+    assert len(set(ids)) == len(ids)
+    outputs = {node["id"]: {item["id"] for item in node["outputsMetadata"]} for node in graph["nodes"]}
+    for node in graph["nodes"]:
+        assert all(isinstance(node[name], str) for name in ("id", "label", "namespace"))
+        assert not node["namespace"].startswith("/")
+        assert "//" not in node["namespace"]
+        inputs = {item["id"] for item in node["inputsMetadata"]}
+        for item in [*node["inputsMetadata"], *node["outputsMetadata"]]:
+            assert set(item) == {"id", "attrs"}
+            check_pairs(item["attrs"])
+        check_pairs(node["attrs"])
+        for edge in node["incomingEdges"]:
+            assert set(edge) == {"sourceNodeId", "sourceNodeOutputId", "targetNodeInputId"}
+            assert edge["sourceNodeOutputId"] in outputs[edge["sourceNodeId"]]
+            assert edge["targetNodeInputId"] in inputs
+    for attributes in graph["groupNodeAttributes"].values():
+        assert all(isinstance(value, str) for value in attributes.values())
+    return dict(graph)
+
+
+def check_pairs(pairs: list[dict[str, str]]) -> None:
+    assert all(set(p) == {"key", "value"} for p in pairs)
+    assert all(isinstance(text, str) for p in pairs for text in p.values())
+
+
+def check_node_data(data: dict[str, Any], graph: dict[str, Any]) -> dict[str, Any]:
+    """Hold node data against ``NodeDataProviderData`` of Model Explorer's ``types.ts``."""
+    assert set(data) == {graph["id"]}
+    found = data[graph["id"]]
+    assert {"name", "results"} <= set(found) <= {"name", "results", "gradient"}
+    assert set(found["results"]) <= {node["id"] for node in graph["nodes"]}
+    assert all({"value"} <= set(item) <= {"value", "bgColor"} for item in found["results"].values())
+    if "gradient" in found:
+        assert [stop["stop"] for stop in found["gradient"]] == [0, 1]
+        assert all(isinstance(item["value"], int | float) for item in found["results"].values())
+    return dict(found["results"])
+
+
+def test_model_explorer_files(plan: Plan, tmp_path: Path) -> None:
+    plan.save_model_explorer(tmp_path / "plan.json", title="model")
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "plan.json", "plan.device.json", "plan.bytes.json", "plan.seconds.json",
+    }  # fmt: skip
+    graph = check_collection(json.loads((tmp_path / "plan.json").read_text(encoding="utf-8")))
+    assert len(graph["nodes"]) == len(plan.graph.operations)
+    read = {
+        name: check_node_data(json.loads((tmp_path / f"plan.{name}.json").read_text(encoding="utf-8")), graph)
+        for name in ("device", "bytes", "seconds")
+    }
+    homes = plan.schedule.assignment.operations
+    assert {name: item["value"] for name, item in read["device"].items()} == {
+        name: str(key) for name, key in homes.items()
+    }
+    total = sum(item["value"] for item in read["seconds"].values())
+    assert total == pytest.approx(plan.timeline.busy("run"))
+
+
+def test_model_explorer_nests_by_stage_and_module() -> None:
+    from graphplan.report.model_explorer import to_model_explorer
+
+    graph = json.loads(to_model_explorer(llama_plan())[""])["graphs"][0]
+    namespaces = {node["namespace"] for node in graph["nodes"]}
+    assert "stage 0 on 0/model/layers/0/self_attn/q_proj" in namespaces
 
 
 # -- networkx -------------------------------------------------------------------------------------

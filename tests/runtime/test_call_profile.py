@@ -10,7 +10,7 @@ import pytest
 import torch
 from plans import budgets_of, llama
 from shortcuts import short_search
-from test_formats import check_trace
+from test_formats import check_collection, check_node_data, check_trace
 
 import graphplan
 from graphplan import Plan
@@ -67,6 +67,10 @@ def test_profile_files_are_valid(profile: Profile, tmp_path: Path) -> None:
     events = check_trace((tmp_path / "trace.json").read_text(encoding="utf-8"))
     slices = [event for event in events if event["ph"] == "X"]
     assert {event["pid"] for event in slices} == {1, 2}
+    profile.save_model_explorer(tmp_path / "plan.json")
+    graph = check_collection(json.loads((tmp_path / "plan.json").read_text(encoding="utf-8")))
+    data = json.loads((tmp_path / "plan.measured.json").read_text(encoding="utf-8"))
+    assert len(check_node_data(data, graph)) == len([e for e in profile.timeline.events if e.kind == "run"])
     profile.save_html(tmp_path / "plan.html", title="Measured")
     assert '"measured":{' in (tmp_path / "plan.html").read_text(encoding="utf-8")
     profile.save_svg(tmp_path / "plan.svg")
