@@ -85,6 +85,8 @@ class Placer:
         moved_for: bytes of the inputs for which the weights were last moved.
         homes: weight -> device key where it resides already; None before the first plan.
         known_plan: the plan that decided ``homes``.
+        hooked_plan: the plan of a model that hooks run, whose memory is left free; None for other models.
+        hooks_run_untraced: whether hooks run the calls that have no graph, for which NoGraphError is raised.
     """
 
     topology: Topology
@@ -98,6 +100,8 @@ class Placer:
     moved_for: int = 0
     homes: Mapping[str, DeviceKey] | None = None
     known_plan: PlanData | None = None
+    hooked_plan: Plan | None = None
+    hooks_run_untraced: bool = False
 
     def __call__(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str
@@ -150,7 +154,7 @@ class Placer:
 
     def _must_raise(self, error: NoGraphError) -> bool:
         """Whether the caller of this placer handles a call without a graph."""
-        return self.strict or isinstance(error, RunAsItIs | UntracedMethodError)
+        return self.strict or self.hooks_run_untraced or isinstance(error, RunAsItIs | UntracedMethodError)
 
     def place_together(
         self, model: nn.Module, model_copy: ModelCopy, find: Callable[[Compiler], Sequence[WeightedCall]]
@@ -179,14 +183,32 @@ class Placer:
     ) -> nn.Module:
         """Return the model run by hooks, with memory for the call with the largest inputs."""
         largest = max(calls, key=lambda call: sum(map(tensor_bytes, call.tensors)))
-        placed = fall_back(model, model_copy, largest, self.topology, self.options, self.source, failed)
+        # results that differ from eager's, or state that calls keep, rule out later traces too
+        retry = None if self.check or isinstance(failed, KeptStateError) else self._placer_with_hooks
+        placed = fall_back(
+            model, model_copy, largest, self.topology, self.options, self.source, failed, retry
+        )
         placed = self._checked(model, placed, calls)
         return placed if self.install is copy_to_run else in_place_of(model, placed)
+
+    def _placer_with_hooks(self, plan: Plan) -> Placer:
+        """Return the placer for later calls, with the weights where the plan of the hooks has them."""
+        homes = plan.schedule.assignment.weights
+        return Placer(
+            self.topology,
+            self.options,
+            homes=homes,
+            known_plan=plan,
+            hooked_plan=plan,
+            hooks_run_untraced=True,
+        )
 
     def _compiler(self, model_copy: ModelCopy) -> Compiler:
         mappable = frozenset[str]() if self.source is None else self.source.mappable()
         assignment = None if self.known_plan is None else self.known_plan.schedule.assignment
         committed = Commitments(None if self.homes is None else dict(self.homes), assignment)
+        if self.hooked_plan is not None:
+            committed.plans.append(self.hooked_plan)
         return Compiler(
             model_copy,
             self.topology,
@@ -203,8 +225,8 @@ class Placer:
 
     @property
     def _may_move(self) -> bool:
-        """Whether weights may move later: no plan of the caller, disk or autograd fixes them."""
-        fixed = self.plan is not None or DISK in self.topology
+        """Whether weights may move later: no plan of the caller, hooks, disk or autograd fixes them."""
+        fixed = self.plan is not None or self.hooked_plan is not None or DISK in self.topology
         return not (fixed or self.options.grad or self.options.training is not None)
 
     def attached(
@@ -244,7 +266,14 @@ class Placer:
 
     def _new_state(self, compiler: Compiler, programs: list[Program], plan: PlanData | None) -> ModuleState:
         """Return the state of a module with these programs, whose weights are placed by a plan."""
-        next_placer = Placer(self.topology, self.options, self.strict, homes=compiler.homes, known_plan=plan)
+        next_placer = Placer(
+            self.topology,
+            self.options,
+            self.strict,
+            homes=compiler.homes,
+            known_plan=plan,
+            hooked_plan=self.hooked_plan,
+        )
         return ModuleState(
             programs,
             compiler.compile_new_structure,

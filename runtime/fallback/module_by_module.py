@@ -62,7 +62,7 @@ class ModularCall:
 
     Its first call sets ``execution_mode``. It includes only calls in which the leaves at ``differentiated``
     require gradients: others may be captured. If ``while_hooked``, it runs so only while submodules have
-    hooks that were not traced.
+    hooks that were not traced. Modules on the CPU compute on ``compute_device``, if it is given.
     """
 
     entry: str
@@ -70,6 +70,7 @@ class ModularCall:
     signature: InputSignature
     differentiated: Sequence[int] = ()
     while_hooked: bool = False
+    compute_device: torch.device | None = None
     execution_mode: ExecutionMode | None = None
 
 
@@ -81,11 +82,13 @@ class Untraced:
         reason: why it has no graph.
         compute_device: the device on which modules on the CPU compute, if any.
         execution_mode: how its modules run; None before the first call.
+        tries: how many further call structures may be traced; a trace that fails takes seconds.
     """
 
     reason: str
     compute_device: torch.device | None
     execution_mode: ExecutionMode | None = None
+    tries: int = 0
 
     def __str__(self) -> str:
         return f"the model runs module by module: {self.reason}"

@@ -115,13 +115,18 @@ def serve(
         PlaceAgain: the module must be placed again first: its next call does so.
         GraphplanError: the call has a new structure, and cannot be traced or placed.
     """
-    if state.untraced is not None:
+    if state.untraced is not None and not state.untraced.tries:
         return ServedByModules(request.call, state.untraced)
     reader = state.reader  # None in a copy, and while another thread places the module again
     if reader is None:
         reader = state.reader = state.new_reader(module)
     modes = reader.read(module)
     search = _ProgramSearch(module, state, request, modes if step is None else replace(modes, step=step))
+    if state.untraced is not None:
+        if search.find_modular() is None:
+            state.start = state.retry
+            raise PlaceAgain
+        return ServedByModules(request.call, state.untraced)
     if state.has_untraced_hooks():
         with state.run_lock:  # hooks that a running call of another thread uses do not count
             hooked = state.has_untraced_hooks()

@@ -140,6 +140,7 @@ class ModuleState:
             dropped the programs, or the graphs are stale.
         own_code_methods: the methods that run their own code.
         untraced: how a model without a graph runs.
+        retry: places such a model at a call that may have a graph.
         step: what a planned training step differentiates.
         move: has the weights moved; None if they must stay.
         moved_for: bytes of the inputs for which they were last moved: only larger ones move them again.
@@ -166,6 +167,7 @@ class ModuleState:
     own_code_methods: set[tuple[str, bool]] = field(default_factory=set)
     modular_calls: ModularCalls = field(default_factory=ModularCalls)
     untraced: Untraced | None = None
+    retry: Start | None = None
     step: Differentiation | None = None
     move: MoveWeights | None = None
     moved_for: int = 0

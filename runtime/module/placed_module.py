@@ -15,6 +15,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from types import MethodType
 from typing import Any, Self
 
@@ -25,8 +26,9 @@ from graphplan._compat.torch import is_exported, never_compiled
 from graphplan.capture.model.model_weights import ModelWeights, weights_now
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.model.shared_attributes import copy_to_run
+from graphplan.capture.signature import BoundCall, bind_call, signature_of
 from graphplan.capture.thread_patches import CAPTURE_LOCK, outside_inference_mode
-from graphplan.errors import InfeasibleError, PlanError
+from graphplan.errors import CaptureError, InfeasibleError, InputError, PlanError
 from graphplan.ir.plan_data import PlanData
 from graphplan.report.text import count_text, device_name
 from graphplan.runtime.fallback.added_hooks import Hook, hooks_of, without_hooks
@@ -258,8 +260,14 @@ def _start(
     state.codes.clear()
     state.streams.storages.clear()
     state.parts.clear()
-    with without_hooks(added):
-        started = state.start(module, args, kwargs, entry)
+    try:
+        with without_hooks(added):
+            started = state.start(module, args, kwargs, entry)
+    except (CaptureError, InfeasibleError, InputError) as error:
+        if state.untraced is None:
+            raise
+        _note_failed_trace(module, state, entry, args, kwargs, error)
+        return
     if "forward" in module.__dict__:  # assigned by the user, it runs around the graphs
         started.__dict__["forward"] = module.__dict__["forward"]
     for name, value in started.__dict__.items():
@@ -268,12 +276,39 @@ def _start(
     object.__setattr__(module, "__dict__", started.__dict__)  # at once, for other threads
     new_state = module._graphplan
     new_state.own_code_methods, new_state.train_called = state.own_code_methods, state.train_called
-    if state.modular_calls.changed_module:  # the model changed itself: traces fail again
+    # the model changed itself, or no trace works: traces fail again
+    if state.modular_calls.changed_module or state.untraced is not None:
         new_state.modular_calls.structures += [
             known for known in state.modular_calls.structures if not known.while_hooked
         ]
     link(module)
     _follow_optimizers(module, new_state)
+
+
+def _note_failed_trace(
+    module: nn.Module,
+    state: ModuleState,
+    entry: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    error: CaptureError | InfeasibleError | InputError,
+) -> None:
+    """Have calls like this one run module by module, since they cannot be traced either."""
+    assert state.untraced is not None
+    logger.info("such inputs run module by module too: %s", error)
+    state.start, state.untraced = None, replace(state.untraced, tries=state.untraced.tries - 1)
+    path, _, method = entry.partition(":")
+    signature = signature_of(getattr(unplaced(module).get_submodule(path), method or "forward"))
+    note_untraced(module, bind_call(signature, args, kwargs, entry))
+
+
+def note_untraced(module: nn.Module, call: BoundCall) -> None:
+    """Record that this call structure of an untraced module cannot be traced either."""
+    state: ModuleState = vars(module)["_graphplan"]
+    assert state.untraced is not None
+    structure = state.modular_calls.add(call, state.new_reader(module).read(module))
+    structure.compute_device = state.untraced.compute_device
+    structure.execution_mode = state.untraced.execution_mode
 
 
 def _follow_optimizers(module: nn.Module, state: ModuleState) -> None:
@@ -336,12 +371,11 @@ def _run_modular(module: PlacedModule, served: ServedByModules, record: Record |
         why = state.untraced or "modules run this call one by one"
         raise PlanError(f"there is no graph to profile, {why}")
     keeps_grad, known = state.keep_grad or state.step is not None, served.call_record
+    compute_device = known.compute_device
     watch: AbstractContextManager[None] = nullcontext()
     if isinstance(known, ModularCall):
-        compute_device = compute_device_of(PlacedView(module).plan)
+        compute_device = compute_device or compute_device_of(PlacedView(module).plan)
         watch = _watch_changes(module, state, known)
-    else:
-        compute_device = known.compute_device
     with running_own_code(module), watch:
         result = run_by_modules(module, call, known, compute_device, keeps_grad=keeps_grad)
     return to_device(result, device_of_inputs(call), module) if state.return_outputs else result

@@ -50,12 +50,13 @@ from graphplan.runtime.fallback.hooked_run import ExecutionMode, rolled_back
 from graphplan.runtime.fallback.module_by_module import RETURNS, STAYS, TOGETHER, Untraced, copied_arguments
 from graphplan.runtime.fallback.module_profile import CallProfile, profile_call
 from graphplan.runtime.memory.shared_memory import join_memory
-from graphplan.runtime.module.module_state import ModuleState
-from graphplan.runtime.module.placed_module import attach, placed_class
+from graphplan.runtime.module.module_state import ModuleState, Start
+from graphplan.runtime.module.placed_module import attach, note_untraced, placed_class
 from graphplan.runtime.weights.storage import WeightLayout, place_model, replace_parameter_data
 from graphplan.warnings import warn
 
 _BUDGET_SHARES = (1.0, 0.85, 0.7)  # of the budgets: hooks hold more memory than is foreseen
+_TRACE_TRIES = 4  # failed traces before giving up: a call with another string, say, need not be traceable
 _SIZES = ModuleSizes(step=ALIGNMENT)
 
 
@@ -67,8 +68,12 @@ def fall_back(
     options: Options,
     source: Checkpoint | None,
     error: CaptureError,
+    retry: Callable[[Plan], Start] | None = None,
 ) -> nn.Module:
     """Return a copy of ``model`` that hooks run, and warn why.
+
+    ``retry`` returns, for the plan of modules, a placer of the copy at a call of another structure, which may
+    have a graph; None for no such attempts.
 
     Raises:
         CaptureError: the caller's options are more than hooks can do, or no split runs.
@@ -84,6 +89,7 @@ def fall_back(
         topology=topology,
         options=options,
         source=source,
+        retry=retry,
     )
     placed = fallback.place()
     warn(
@@ -157,6 +163,7 @@ class _ByModules:
     known_plan: Plan
     keep_grad: bool
     return_outputs: bool
+    retry: Start | None
     strict: bool = False
 
     def __call__(self, module: nn.Module, *_call: Any, **_named: Any) -> nn.Module:
@@ -172,7 +179,7 @@ class _ByModules:
         signature = signature_of(model.forward)
         flags = self.keep_grad, self.return_outputs
         untraced = replace(self.untraced)
-        attach(placed, ModuleState([], None, signature, self, *flags, untraced=untraced))
+        attach(placed, ModuleState([], None, signature, self, *flags, untraced=untraced, retry=self.retry))
         return placed
 
 
@@ -190,6 +197,7 @@ class _Fallback:
     topology: Topology
     options: Options
     source: Checkpoint | None
+    retry: Callable[[Plan], Start] | None
     profile: CallProfile = field(default_factory=CallProfile, init=False)
     raised: Exception | None = field(default=None, init=False)
     failures: list[str] = field(default_factory=list, init=False)
@@ -210,13 +218,21 @@ class _Fallback:
         keys = {name: _device_of(split.entries, name) for name in self.model_copy.weights.tensors}
         devices = {name: self.topology[key].torch_device for name, key in keys.items()}
         options, plan = self.options, self._plan(split)
+        retry = None if self.retry is None else self.retry(plan)
         compute_device = self.topology[split.compute_key].torch_device
-        untraced = Untraced(self.reason, compute_device, split.execution_mode)
+        tries = 0 if retry is None else _TRACE_TRIES
+        untraced = Untraced(self.reason, compute_device, split.execution_mode, tries)
         start = _ByModules(
-            devices, untraced, plan, keep_grad=options.grad, return_outputs=options.return_outputs
+            devices,
+            untraced,
+            plan,
+            keep_grad=options.grad,
+            return_outputs=options.return_outputs,
+            retry=retry,
         )
         try:
             placed = start.place(self.model, self.source)
+            note_untraced(placed, self.example)
             args, kwargs = copied_arguments(self.example)
             with rolled_back(placed):
                 self._run(placed)(*args, **kwargs)

@@ -82,6 +82,9 @@ def test_invalid_call_without_graph_raises_without_gradient_warning() -> None:
 
     with pytest.warns(graphplan.GraphplanWarning, match="module by module"):
         placed: Any = graphplan.partition(ByValue(8, 8), CPU, (X,))
+    for dimensions in range(3, 7):  # calls of new structures, until none is traced any more
+        placed(X.view(*[1] * (dimensions - 2), 2, 8))
+    assert placed._graphplan.untraced.tries == 0
     x = X.clone().requires_grad_()
     with pytest.raises(graphplan.InputError, match="do not fit"):
         quiet(placed, x=x, y=x)
