@@ -207,7 +207,7 @@ class Estimates:
 
     @cached_property
     def _moves(self) -> list[Floats]:
-        """For each class: (cuts, cuts) seconds between the host, where the network ends, and an accelerator."""
+        """For each class: (cuts, cuts) seconds between an accelerator and the host, where the network ends."""
         return [
             self._host_transfers(machine, machine.accelerators[0])
             if machine.accelerators
