@@ -207,7 +207,7 @@ class Estimates:
 
     @cached_property
     def _moves(self) -> list[Floats]:
-        """For each class: (cuts, cuts) seconds between an accelerator and the host, where the network ends."""
+        """For each class: (cuts, cuts) seconds of received and sent tensors between host and accelerator."""
         return [
             self._host_transfers(machine, machine.accelerators[0])
             if machine.accelerators
