@@ -50,6 +50,18 @@ def test_stage_receives_and_sends_over_different_links(host: str) -> None:
     assert seconds(fast, slow)[1, 2] > 64 * 512 * 4 / 1e3
 
 
+def test_placed_stretch_scales_operations_and_not_transfers() -> None:
+    layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+    plan = graphplan.plan(layers, {0: "1GiB", "cpu": "1GiB"}, args=(torch.ones(64, 512),))
+    estimates = Estimates(Boundaries(plan.graph), np.arange(9), [plan.topology], Link(1e9, 0.0), Flight())
+    before = estimates.seconds()[0]
+    layer = before[2, 4] - before[2, 3]
+    assert layer < 0.2 * before[2, 3]  # the rest is transfers from and to the host
+    estimates.exact[0, 0, 8] = before[0, 8] + 16 * layer  # each layer takes three times as long
+    estimates.calibrate()
+    assert estimates.seconds()[0][2, 3] == pytest.approx(before[2, 3] + 2 * layer)
+
+
 def test_number_of_candidates_is_limited() -> None:
     plan = graphplan.plan(nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), args=(torch.ones(64, 8),))
     boundaries = Boundaries(plan.graph)
