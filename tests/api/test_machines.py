@@ -441,10 +441,10 @@ def test_a_time_limit_is_for_all_stages_together(monkeypatch: pytest.MonkeyPatch
     given: list[float | None] = []
     plan = Compiler.plan
 
-    def slowly(self: Compiler, *arguments: Any) -> Any:
+    def slowly(self: Compiler, *arguments: Any, **options: Any) -> Any:
         given.append(self.options.time_limit)
         time.sleep(0.1)
-        return plan(self, *arguments)
+        return plan(self, *arguments, **options)
 
     monkeypatch.setattr(Compiler, "plan", slowly)
     planned_training("8MiB", "gpipe")
