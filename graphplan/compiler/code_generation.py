@@ -1,4 +1,4 @@
-"""Lower a plan to the program that a placed module runs."""
+"""Lower a plan to the program that a placed module runs; the lowered code is verified against the plan."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from graphplan.passes.lowering.emit import lower, torch_devices
 from graphplan.passes.lowering.specialize_calls import specialize_calls
 from graphplan.passes.lowering.split_step import split_step
 from graphplan.passes.lowering.stage_modules import cut_stages
+from graphplan.passes.lowering.verify_devices import verify_lowered
 from graphplan.runtime.module.program import Backward, CacheTensor, Program
 
 
@@ -96,6 +97,7 @@ def _generate(
     graph, schedule = planned.plan.graph, planned.plan.schedule
     code, branches = lower(planned.capture, graph, schedule, topology)
     specialize_calls(code)
+    verify_lowered(code, graph, schedule, topology)
     if options.compile is None:
         return code, branches
     code, stages = cut_stages(code, schedule.assignment.operations, branches)

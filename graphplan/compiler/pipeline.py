@@ -7,7 +7,7 @@
         reuse_slices                        slice weights as earlier plans have
         place_step                          constrain, save less or slice, assign devices
         check_budgets                       prove that no call exceeds a budget
-    lower           lower_planned           plan -> fx graph with every transfer, specialised
+    lower           lower_planned           plan -> fx graph with every transfer, specialised, verified
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """Conversion of a schedule to an executable fx graph.
 
-Input: a capture and a schedule. Output: generated code in which transfers are nodes and calls specialised.
+Input: a capture and a schedule. Output: generated code in which transfers are nodes, calls are specialised
+and devices are verified.
 """

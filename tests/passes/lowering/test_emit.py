@@ -18,6 +18,7 @@ from graphplan.ir.schedule import Assignment
 from graphplan.passes.frontend.annotate import Annotator
 from graphplan.passes.frontend.simplify import simplify
 from graphplan.passes.lowering.emit import lower
+from graphplan.passes.lowering.verify_devices import verify_lowered
 from graphplan.passes.schedule.transfers import build_schedule
 
 
@@ -39,6 +40,7 @@ def lowered(on_cpu: set[str], kind: str = "cuda") -> list[str]:
     places = {name: CPU if name in on_cpu else CARD.key for name in graph.operations}
     schedule = build_schedule(graph, topology, Assignment(places, {}), CPU)
     made, _ = lower(found, graph, schedule, topology)
+    verify_lowered(made, graph, schedule, topology)
     return [line_of(node) for node in made.nodes if node.op.startswith("call")]
 
 
