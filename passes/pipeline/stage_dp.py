@@ -17,6 +17,7 @@ searched once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -80,15 +81,17 @@ class StageDP:
         counts: number of machines of each class.
         fits: class, number of later stages -> (cuts, cuts) mask of the stretches that fit; None if that is
             of no account.
+        max_stages: largest number of stages.
     """
 
     costs: StageCosts
     counts: Sequence[int]
     fits: Callable[[int, int], NDArray[np.bool_]] | None = None
+    max_stages: float = math.inf
     _states: list[State] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._states = states_of(self.counts)
+        self._states = [state for state in states_of(self.counts) if sum(state) <= self.max_stages]
 
     def evenest(self) -> Segments | None:
         """Return the stages whose busiest machine has the least load: the best for very many microbatches."""

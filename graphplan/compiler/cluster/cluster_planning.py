@@ -22,7 +22,7 @@ from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.compiler.training import trainable
 from graphplan.devices.topology import DeviceKey, Link, Topology
-from graphplan.errors import CaptureError, InfeasibleError, InputError
+from graphplan.errors import CaptureError, InfeasibleError
 from graphplan.ir.cluster.cluster_plan_data import Objective
 from graphplan.ir.cluster.flight import Flight
 from graphplan.ir.cluster.machine_stage import stage_seconds
@@ -120,7 +120,6 @@ class StageSearch:
         Raises:
             InfeasibleError: no cut into stages fits the machines.
             CaptureError: each cut that was tried is crossed by a value that cannot be sent.
-            InputError: 1F1B with gradients has fewer microbatches than stages.
         """
         best = self.best_stages()
         if best is None:
@@ -167,8 +166,13 @@ class StageSearch:
 
     @property
     def most_stages(self) -> int:
-        """Largest number of stages."""
-        return len(self.cluster.machines)
+        """Largest number of stages; PyTorch's 1F1B needs a microbatch for each."""
+        machines, flight = len(self.cluster.machines), self.cluster.flight
+        return min(machines, flight.microbatches) if self._is_one_forward_one_backward else machines
+
+    @property
+    def _is_one_forward_one_backward(self) -> bool:
+        return self.cluster.flight.grad and self.cluster.flight.schedule == "1f1b"
 
     def estimates_for(self, cluster: Cluster) -> Estimates:
         """Return the estimates of all stretches between candidate cuts, on these machines."""
@@ -189,7 +193,7 @@ class StageSearch:
         flight = self.cluster.flight
         counts = [len(members) for members in cluster.classes]
         fits = estimates.fits if flight.grad else None
-        found = StageDP(estimates.costs(), counts, fits).solve(microbatches)
+        found = StageDP(estimates.costs(), counts, fits, self.most_stages).solve(microbatches)
         if found is None:
             return None
         last = len(found.classes) - 1
@@ -268,11 +272,6 @@ class StageSearch:
 
     def _plan(self, stages: Sequence[Stretch]) -> ClusterPlan:
         cluster, flight = self.cluster, self.cluster.flight
-        if flight.grad and flight.schedule == "1f1b" and flight.microbatches < len(stages):
-            raise InputError(
-                f"schedule='1f1b' needs a microbatch for each stage, and there are {flight.microbatches} for "
-                f"{len(stages)} stages: give microbatches={len(stages)} or more, or schedule='gpipe'"
-            )
         stage_plans = [
             self.placement.stage(stretch, placed, machine)
             for stretch, placed, machine in zip(
@@ -323,6 +322,9 @@ class StageSearch:
         what = "weights, gradients and optimizer state" if self.cluster.flight.train else "weights"
         machines = len(self.cluster.machines)
         text = f"no cut into contiguous stages fits the {machines} machines: {weights} of {what}"
+        if self._is_one_forward_one_backward and self.most_stages < machines:
+            limit = f"schedule='1f1b' allows one stage for each of the {self.most_stages} microbatches"
+            text = f"{text}; {limit}: give microbatches={machines} or schedule='gpipe' to use all machines"
         if self.places < self.least_cuts:
             found = f"are {self.places} places" if self.places else "is no place"
             return InfeasibleError(f"{text}, and there {found} where the model can be cut")
