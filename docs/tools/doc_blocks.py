@@ -82,11 +82,12 @@ def command(words: list[str], folder: Path) -> str:
     Raises:
         RuntimeError: its exit code is not 0.
     """
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1"}
+    root = str(Path(__file__).parents[2])
+    environment = {"PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "graphplan", *words],
         cwd=folder,
-        env=environment,
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
