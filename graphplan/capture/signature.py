@@ -319,7 +319,16 @@ class InputSignature:
         texts = [
             f"{verb} {', '.join(names)}" for verb, names in (("with", more), ("without", fewer)) if names
         ]
+        if not texts:
+            pairs = zip(_constants(call.spec), _constants(self.spec), strict=False)
+            texts = [f"with {new}, not {old}" for new, old in pairs if new != old]
         return f"other arguments: {'; '.join(texts)}" if texts else "arguments of another structure"
+
+
+def _constants(spec: pytree.TreeSpec) -> list[Any]:
+    """Return the contexts of the parts that have no leaves: dtypes and other constants, empty containers."""
+    parts = [one for child in spec.children() for one in _constants(child)]
+    return parts if spec.num_leaves or parts else [spec.context]
 
 
 @dataclass(frozen=True, slots=True)

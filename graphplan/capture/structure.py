@@ -318,7 +318,11 @@ def _returned(parts: Iterable[Any], names: Sequence[str]) -> Returned:
     return Returned(result, dict(zip(names, changed, strict=True)))
 
 
-register_node(Given, lambda given: ([], given), lambda _, given: given)
+# a trace refuses these constants as leaves
+for _constant in (Given, torch.dtype, torch.layout, torch.memory_format, bytes, range):
+    register_node(_constant, lambda value: ([], value), lambda _, value: value)
+# as text, since NaN does not equal itself, and 0.0 equals -0.0
+register_node(complex, lambda value: ([], repr(value)), lambda _, text: complex(text.strip("()")))
 register_node(
     Returned, lambda found: ([found.result, *found.changed.values()], tuple(found.changed)), _returned
 )

@@ -483,13 +483,17 @@ def test_settled_numbers_leave_users_in_order() -> None:
 
 def test_constants_that_the_exporter_refuses_are_traced() -> None:
     class Cast(nn.Module):
-        def forward(self, x: torch.Tensor, dtype: torch.dtype, others: dict[str, Any]) -> torch.Tensor:
-            return x.to(dtype) * others["z"].real * len(others["b"])
+        def forward(self, x: torch.Tensor, dtype: torch.dtype, others: dict[str, Any]) -> dict[str, Any]:
+            cast = x.to(dtype) * others["z"].real * len(others["b"])
+            return {"x": cast, "dtype": cast.dtype, **others}
 
-    model, x, others = Cast(), torch.randn(3, 4), {"z": 2 + 1j, "b": b"abc"}
-    placed = graphplan.partition(model, {"cpu": "1GiB"}, (x, torch.float64, others))
-    for dtype, rows in ((torch.float64, 3), (torch.float16, 3), (torch.float64, 2)):
-        ours, eager = placed(x[:rows], dtype, others), model(x[:rows], dtype, others)
-        assert ours.dtype == eager.dtype
-        assert torch.equal(ours, eager)
-    assert len(placed.plans) == 2  # one for each dtype
+    model, x = Cast(), torch.randn(3, 4)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (x, torch.float64, {"z": 2 + 1j, "b": b"abc"}))
+    of_dtypes = [(torch.float64, 3, 2 + 1j), (torch.float16, 3, 2 + 1j), (torch.float64, 2, 2 + 1j)]
+    of_numbers = [(torch.float64, 3, complex(text)) for text in ("0j", "-0-0j", "nan", "nan")]
+    for dtype, rows, z in of_dtypes + of_numbers:
+        given = x[:rows], dtype, {"z": z, "b": b"abc"}
+        ours, eager = placed(*given), model(*given)
+        assert torch.equal(ours.pop("x").nan_to_num(9), eager.pop("x").nan_to_num(9))
+        assert repr(ours) == repr(eager)
+    assert len(placed.plans) == 5  # one for each dtype and number

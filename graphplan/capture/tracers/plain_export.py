@@ -10,10 +10,9 @@ a later call differs only in sizes, it is traced with all axes as symbols, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import wraps
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -29,7 +28,7 @@ from graphplan.capture.model_methods import pure_method, with_forward
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
 from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, plain_roles, shapes_for
 from graphplan.capture.sizes.dynamic_sizes import values_of
-from graphplan.capture.structure import leaves_of, map_leaves
+from graphplan.capture.structure import leaves_of
 from graphplan.capture.thread_patches import patched
 from graphplan.capture.tracers.export_loop import export
 from graphplan.capture.tracers.exported_program import from_program
@@ -39,8 +38,6 @@ from graphplan.capture.transformers.attention_masks import masks_as_in_eager
 from graphplan.capture.transformers.cache_sizes import with_tokens
 from graphplan.capture.transformers.caches import with_changes
 from graphplan.errors import InputError
-
-_REFUSED = (torch.dtype, torch.layout, torch.memory_format, bytes, complex, range)
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -129,7 +126,6 @@ def _export(
     if names:
         kinds = [Parameter.POSITIONAL_ONLY] * len(call.args) + [Parameter.KEYWORD_ONLY] * len(call.kwargs)
         forward.__signature__ = Signature(list(map(Parameter, names, kinds)))  # type: ignore[attr-defined]
-    args, kwargs, forward = _with_texts(call, forward)
     masks = masks_as_in_eager() if is_transformers_model(module) else nullcontext()
     with (
         quiet(),
@@ -138,41 +134,8 @@ def _export(
         _called(module),
         with_forward(module, forward),
     ):
-        return export(
-            model_copy,
-            args,
-            kwargs,
-            shapes,
-            keep_grad=keep_grad,
-            sizes=sizes,
-            declared=not names,
-        )
-
-
-def _with_texts(call: BoundCall, forward: Callable[..., Any]) -> tuple[Any, Any, Callable[..., Any]]:
-    """Return a call's arguments with texts for constants that the exporter refuses, and their ``forward``."""
-    constants = {
-        f"graphplan {type(leaf).__name__} {leaf!r}": leaf
-        for leaf in call.leaves
-        if isinstance(leaf, _REFUSED)
-    }
-    if not constants:
-        return call.args, dict(call.kwargs), forward
-    texts = {leaf: text for text, leaf in constants.items()}
-
-    def to_text(leaf: Any) -> Any:
-        return texts[leaf] if isinstance(leaf, _REFUSED) else leaf
-
-    def to_constant(leaf: Any) -> Any:
-        return constants.get(leaf, leaf) if isinstance(leaf, str) else leaf
-
-    @wraps(forward)
-    def with_constants(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = map_leaves(to_constant, (args, kwargs))
-        return forward(*args, **kwargs)
-
-    args, kwargs = map_leaves(to_text, (call.args, dict(call.kwargs)))
-    return args, kwargs, with_constants
+        options = {"keep_grad": keep_grad, "sizes": sizes, "declared": not names}
+        return export(model_copy, call.args, dict(call.kwargs), shapes, **options)
 
 
 @contextmanager
