@@ -8,10 +8,10 @@ and the table stays on the CPU, which does the lookup. Without two accelerators 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,52 +34,51 @@ SENTENCES = (
 _SHARE = 0.28  # budget of each accelerator, as a share of the model's bytes: too little for the encoder
 
 
-@dataclass(frozen=True, slots=True)
-class DemoResult:
-    """Result of the demo.
-
-    Attributes:
-        plan: plan of the placed model.
-        simulated: whether the accelerators were simulated.
-        sentences: the sentences that were embedded.
-        similarity: (n, n) cosine similarities of the sentences' embeddings, from the placed model.
-        difference: largest absolute difference from the original model's embeddings.
-        measured_peak_bytes: device key -> most bytes allocated during the call.
-        offloaded: name of a weight on the CPU, and its device as text.
-    """
-
-    plan: Plan
-    simulated: bool
-    sentences: tuple[str, ...]
-    similarity: torch.Tensor
-    difference: float
-    measured_peak_bytes: Mapping[DeviceKey, int]
-    offloaded: tuple[str, str]
-
-
-def run_demo() -> DemoResult:
+def run_demo() -> tuple[Plan, dict[str, Any], str]:
     """Place the encoder, embed the sentences, and compare with the original encoder.
+
+    Returns:
+        the plan; the largest absolute difference from the original model's embeddings, pairs of device key
+        and most bytes allocated during the call, and whether the accelerators were simulated; all as text.
 
     Raises:
         GraphplanError: transformers or the model's package is not installed.
     """
     model, inputs, expected, size = load_encoder()
     budget = int(size * _SHARE)
-    has_accelerators = accelerator_type() is not None and torch.accelerator.device_count() >= 2
-    with nullcontext() if has_accelerators else simulate({0: budget, 1: budget}):
+    simulated = accelerator_type() is None or torch.accelerator.device_count() < 2
+    with simulate({0: budget, 1: budget}) if simulated else nullcontext():
         budgets: dict[DeviceKey, int] = {0: budget, 1: budget, CPU: 4 * size}
         placed = partition(model, budgets, kwargs=inputs)
-        embedded = embed(placed, inputs)
-        name, tensor = next((n, t) for n, t in placed.named_parameters() if placed.plan.placement[n] == CPU)
-        return DemoResult(
-            placed.plan,
-            not has_accelerators,
-            SENTENCES,
-            similarity=embedded @ embedded.T,
-            difference=float((embedded - expected).abs().max()),
-            measured_peak_bytes=placed.graphplan.profile(**inputs).peak_bytes,
-            offloaded=(name, str(tensor.device)),
-        )
+        plan, embedded = placed.plan, embed(placed, inputs)
+        name, tensor = next((n, t) for n, t in placed.named_parameters() if plan.placement[n] == CPU)
+        peaks = placed.graphplan.profile(**inputs).peak_bytes
+    difference = float((embedded - expected).abs().max())
+    lines = [
+        f"all-MiniLM-L6-v2 over two {'simulated ' if simulated else ''}accelerators and the CPU",
+        "",
+        plan.summary(),
+        "",
+        "measured peak <= planned peak <= budget:",
+        *(
+            f"  {key}: {peak:,} <= {plan.peak_bytes[key]:,} <= {plan.topology[key].memory:,} bytes"
+            for key, peak in peaks.items()
+        ),
+        "",
+        f"{name} resides on the CPU and reports its true device: {tensor.device}",
+        f"largest difference from the original model's embeddings: {difference:.1e}",
+        "",
+        *_closest_lines(embedded @ embedded.T),
+    ]
+    figures = {"difference": difference, "measured_peaks": list(map(list, peaks.items()))}
+    return plan, {**figures, "simulated": simulated}, "\n".join(lines)
+
+
+def _closest_lines(similarity: torch.Tensor) -> Iterator[str]:
+    """Yield the closest sentence to each, from their (n, n) cosine similarities."""
+    for sentence, row in zip(SENTENCES, similarity.fill_diagonal_(-1), strict=True):
+        best = int(row.argmax())
+        yield f"  {sentence:46s} is closest to: {SENTENCES[best]} ({float(row[best]):.2f})"
 
 
 def load_encoder() -> tuple[nn.Module, dict[str, torch.Tensor], torch.Tensor, int]:

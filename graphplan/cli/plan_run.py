@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,36 +27,17 @@ from graphplan.runtime.profile.call_profile import Profile
 from graphplan.runtime.simulate.simulation import simulate
 
 
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """Measurements of a placed model.
-
-    Attributes:
-        named: the model and its inputs.
-        profile: profile of one forward pass, with marks between the operations.
-        seconds: seconds of another pass without marks, from inputs on the CPU to results there.
-        simulated: whether the accelerators were simulated.
-    """
-
-    named: NamedModel
-    profile: Profile
-    seconds: float
-    simulated: bool
-
-    @property
-    def over(self) -> dict[DeviceKey, int]:
-        """Device key -> bytes by which the measured peak exceeds the planned one, if it does."""
-        planned = self.profile.plan.peak_bytes
-        return {key: n - planned[key] for key, n in self.profile.peak_bytes.items() if n > planned[key]}
-
-
 def run_plan(
     plan: Plan, word: str, model_options: ModelOptions, *, simulated: bool, capture_cache: Path | None = None
-) -> RunResult:
+) -> tuple[NamedModel, Profile, float]:
     """Place a model as a plan of a forward pass says, without a search, and run its example inputs.
 
     ``word`` and ``model_options`` are as for :func:`load_named`. If ``simulated``, the CPU simulates the
     plan's accelerators.
+
+    Returns:
+        the model, the profile of a forward pass with marks between the operations, and the seconds of another
+        pass without marks, from inputs on the CPU to results there.
 
     Raises:
         PlanError: the plan is for another model, other inputs, or other versions.
@@ -95,7 +76,7 @@ def run_plan(
             raise
         except Exception as error:  # the model's own code may raise anything
             raise of_model(error) from error
-    return RunResult(named, profile, seconds, simulated)
+    return named, profile, seconds
 
 
 def on_simulated_devices(plan: Plan) -> Plan:

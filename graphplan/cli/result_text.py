@@ -15,9 +15,8 @@ from graphplan.message_text import size_text
 from graphplan.report.text import table_lines, time_text
 
 if TYPE_CHECKING:  # their modules take seconds to import, which `graphplan show` must not wait for
-    from graphplan.cli.demo import DemoResult
-    from graphplan.cli.plan_run import RunResult
     from graphplan.integrations.accelerate.comparison import Baseline
+    from graphplan.runtime.profile.call_profile import Profile
 
 
 def plan_digest(plan: Plan) -> dict[str, Any]:
@@ -53,14 +52,9 @@ def plan_digest(plan: Plan) -> dict[str, Any]:
     }
 
 
-def run_digest(result: RunResult) -> dict[str, Any]:
-    """Return measured and planned seconds and peaks, for JSON."""
-    profile = result.profile
+def run_digest(profile: Profile) -> dict[str, Any]:
+    """Return the planned seconds, and planned and measured peaks, for JSON."""
     return {
-        "model": result.named.name,
-        "inputs": result.named.inputs,
-        "simulated": result.simulated,
-        "seconds": result.seconds,
         "makespan": profile.plan.makespan,
         "devices": [
             {
@@ -72,14 +66,6 @@ def run_digest(result: RunResult) -> dict[str, Any]:
             for spec in profile.plan.topology.devices
         ],
     }
-
-
-def run_text(result: RunResult) -> str:
-    """Return the measurements as text."""
-    lines = [result.profile.summary(), "", f"without marks between operations: {time_text(result.seconds)}"]
-    if result.simulated:
-        lines.append("accelerators were simulated on the CPU: peaks are theirs, times are not")
-    return "\n".join(lines)
 
 
 def comparison_text(rows: Sequence[Baseline]) -> str:
@@ -154,31 +140,3 @@ def gpu_name_of(device: str) -> str:
     backend = getattr(torch, kind, None)
     name_of = getattr(backend, "get_device_name", None)
     return str(name_of(int(index or 0))) if name_of is not None else ""
-
-
-def demo_text(result: DemoResult) -> str:
-    """Return the demo's plan, its measurements, and the closest sentence to each."""
-    kind = "simulated accelerators" if result.simulated else "accelerators"
-    lines = [
-        f"all-MiniLM-L6-v2 over two {kind} and the CPU",
-        "",
-        result.plan.summary(),
-        "",
-        "measured peak <= planned peak <= budget:",
-    ]
-    for key, measured in result.measured_peak_bytes.items():
-        budget = result.plan.topology[key].memory
-        lines.append(f"  {key}: {measured:,} <= {result.plan.peak_bytes[key]:,} <= {budget:,} bytes")
-    name, device = result.offloaded
-    lines += [
-        "",
-        f"{name} resides on the CPU and reports its true device: {device}",
-        f"largest difference from the original model's embeddings: {result.difference:.1e}",
-        "",
-    ]
-    for i, sentence in enumerate(result.sentences):
-        row = result.similarity[i].clone()
-        row[i] = -1
-        best = int(row.argmax())
-        lines.append(f"  {sentence:46s} is closest to: {result.sentences[best]} ({float(row[best]):.2f})")
-    return "\n".join(lines)
