@@ -1,6 +1,6 @@
 """A checkpoint in which some weights are computed from several tensors, or from parts of one.
 
-If a conversion only moves data, each tensor is read directly into its place. Otherwise its sources are read
+If a conversion only joins tensors, each is read directly into its place. Otherwise its sources are read
 into host memory, converted and freed, one conversion after another.
 """
 
@@ -15,7 +15,7 @@ import torch
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.errors import CheckpointError
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
-from graphplan.runtime.checkpoint.deferred_reads import DeferredReads
+from graphplan.runtime.checkpoint.deferred_joins import DeferredJoins
 from graphplan.runtime.checkpoint.parallel_reads import Read, read_into
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor
 
@@ -36,7 +36,7 @@ class Conversion:
 
     def outline(self) -> Mapping[str, Any]:
         """Return the weights as meta tensors."""
-        return self.make(DeferredReads(self.sources).tensors)
+        return self.make(DeferredJoins(self.sources).tensors)
 
     def results(self, progress: Callable[[int], object]) -> Mapping[str, Any]:
         """Read the sources into host memory and return the weights."""
@@ -74,22 +74,19 @@ class ConvertedCheckpoint(Checkpoint):
         for name in targets:
             if name in self.conversions:
                 converted.setdefault(self.conversions[name], []).append(name)
-        computed: dict[Conversion, list[str]] = {}
         for conversion, names in converted.items():
-            with DeferredReads(conversion.sources) as deferred:
-                outline = conversion.make(deferred.tensors)
+            with DeferredJoins(conversion.sources) as deferred:
+                results = conversion.make(deferred.tensors)
+            if deferred.computes:
+                results = conversion.results(progress)
             for name in names:
-                reads = deferred.requests(self._result(name, outline), targets[name])
-                if reads is None:
-                    computed.setdefault(conversion, []).append(name)
+                value, target = self._result(name, results), targets[name]
+                if deferred.computes:
+                    target.copy_(value)
                 else:
-                    requests += reads
+                    requests += deferred.reads(value, target, progress)
+            del results, value  # host memory for the next
         read_into(requests, progress)
-        for conversion, names in computed.items():
-            results = conversion.results(progress)
-            for name in names:
-                targets[name].copy_(self._result(name, results))
-            del results
 
     def _result(self, name: str, results: Mapping[str, Any]) -> Any:
         """Return a weight, by its first name, from the results of a conversion."""

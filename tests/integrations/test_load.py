@@ -36,7 +36,7 @@ import graphplan
 from graphplan.api.load import open_pretrained
 from graphplan.capture.model.model_weights import ModelWeights
 from graphplan.runtime.checkpoint.converted_checkpoint import Conversion, ConvertedCheckpoint
-from graphplan.runtime.checkpoint.deferred_reads import DeferredReads
+from graphplan.runtime.checkpoint.deferred_joins import DeferredJoins
 from graphplan.runtime.checkpoint.parallel_reads import read_into
 from graphplan.runtime.checkpoint.safetensors_header import FileTensor, read_header
 from graphplan.runtime.weights.storage import WeightLayout, place_model
@@ -366,19 +366,20 @@ def test_invalid_folders_raise(tmp_path: Path) -> None:
         open_pretrained(tmp_path, dtype=torch.int8)
 
 
-# -- deferred tensors -------------------------------------------------------------------------------------
+# -- deferred joins ---------------------------------------------------------------------------------------
 
 MOVEMENTS = {
     "stack": lambda a, b: torch.stack([a, b], dim=0),
     "stack inside": lambda a, b: torch.stack([a, b], dim=1),
     "cat": lambda a, b: torch.cat([a, b]),
     "cat of stacks": lambda a, b: torch.cat([torch.stack([a, b]), torch.stack([b, a])], dim=1),
-    "transposed": lambda a, b: torch.cat([a.transpose(0, 1), b.t()]).contiguous(),
-    "permuted": lambda a, b: torch.stack([a, b]).permute(2, 0, 1).contiguous(),
-    "reshaped": lambda a, b: torch.cat([a, b]).reshape(3, 2, 8),
+    "transposed": lambda a, b: torch.cat([a.transpose(0, 1), b.t().contiguous()]),
+    "columns": lambda a, b: torch.cat([a[:, :2], b[:, 2:]], dim=1),
+    "reshaped": lambda a, b: torch.cat([a.reshape(3, 8), b.view(3, 8)]),
     "chunk": lambda a, b: torch.cat([b, a.chunk(2)[1], a.chunk(2)[0]]),
     "split": lambda a, b: torch.cat([b.split([1, 5])[1], a[1:3]]),
     "squeezed": lambda a, b: torch.stack([a.unsqueeze(0).squeeze(0), b[:]]).clone(),
+    "one for many": lambda a, b: a[0].expand(6, 4),
 }
 
 
@@ -390,34 +391,33 @@ def two_tensors(folder: Path) -> tuple[list[FileTensor], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", MOVEMENTS)
-def test_tensor_movements_are_inverted_into_reads(name: str, tmp_path: Path) -> None:
+def test_joined_tensors_are_read_into_their_places(name: str, tmp_path: Path) -> None:
     files, tensors = two_tensors(tmp_path)
     expected = MOVEMENTS[name](*tensors)
-    with DeferredReads(files) as deferred:
+    with DeferredJoins(files) as deferred:
         made = MOVEMENTS[name](*deferred.tensors)
     assert made.shape == expected.shape
+    assert not deferred.computes
     target = torch.full_like(expected, -1)
-    requests = deferred.requests(made, target)
-    assert requests is not None
-    read_into(requests, lambda _: None)
+    read_into(list(deferred.reads(made, target, lambda _: None)), lambda _: None)
     assert torch.equal(target, expected)
 
 
 COMPUTED = {
     "sum": lambda a, b: a + b,
-    "columns": lambda a, b: torch.cat([a[:, :2], b[:, 2:]], dim=1),
+    "permuted": lambda a, b: torch.stack([a, b]).permute(2, 0, 1)[:, 0, :6].t().contiguous()[:, :4],
     "in place": lambda a, b: torch.cat([a, b]).mul_(2)[:6],
-    "one for many": lambda a, b: a[0].expand(6, 4),
     "bytes of another dtype": lambda a, b: a.view(torch.int32),
     "joined bytes of another dtype": lambda a, b: torch.cat([a[:3], b[:3]]).view(torch.int32),
 }
 
 
 @pytest.mark.parametrize("make", COMPUTED.values(), ids=COMPUTED)
-def test_conversions_beyond_row_movements_are_computed(make: Any, tmp_path: Path) -> None:
+def test_conversions_beyond_joins_are_computed(make: Any, tmp_path: Path) -> None:
     files, tensors = two_tensors(tmp_path)
-    with DeferredReads(files) as deferred:
-        assert deferred.requests(make(*deferred.tensors), torch.empty(6, 4)) is None
+    with DeferredJoins(files) as deferred:
+        make(*deferred.tensors)
+    assert deferred.computes
     model = nn.Linear(4, 6, bias=False)
     conversion = Conversion(tuple(files), torch.float32, lambda made: {"weight": make(*made)})
     source = ConvertedCheckpoint(ModelWeights(model), {}, {"weight": conversion})
