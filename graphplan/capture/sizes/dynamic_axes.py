@@ -24,12 +24,14 @@ _LABELS = re.compile(r"(labels?|(start|end)_positions)$")
 _STATES = re.compile(r"(embeds|encoder_outputs|hidden_states?)$")
 
 
-def text_roles(name: str, leaf: Any, batch: int | None) -> Roles:
-    """Return the dynamic axes of an argument of a transformers model."""
-    if not isinstance(leaf, torch.Tensor) or batch is None or not leaf.dim():
+def text_roles(name: str, leaf: Any, batch: int | None, *, sizes: bool = False) -> Roles:
+    """Return the dynamic axes of an argument of a transformers model; those of other sizes if ``sizes``."""
+    if not isinstance(leaf, torch.Tensor) or batch is None:
         return {}
     labels = _LABELS.search(name) is not None
-    roles = {0: BATCH} if leaf.shape[0] == batch and (leaf.dim() >= 2 or labels) else {}
+    roles = dict.fromkeys(range(leaf.dim() if sizes else 0), SIZE)
+    if leaf.dim() >= (1 if labels else 2) and leaf.shape[0] == batch:
+        roles[0] = BATCH
     if (_TOKENS.search(name) or labels) and leaf.dim() == 2:
         roles[1] = LENGTH
     elif _TOKENS.search(name) and leaf.dim() == 4:

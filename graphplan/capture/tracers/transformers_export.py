@@ -194,13 +194,7 @@ def _roles(name: str, value: Any, batch: int | None, *, sizes: bool) -> list[Rol
     """Return the roles of an argument's leaves; axes that are neither batch nor length only if ``sizes``."""
     if is_cache(value):
         return cache_roles(value, batch)
-    return [{**(_sizes(leaf) if sizes else {}), **text_roles(name, leaf, batch)} for leaf in leaves_of(value)]
-
-
-def _sizes(leaf: Any) -> dict[int, str]:
-    """Return the role ``SIZE`` for each axis of a tensor whose size is not 1."""
-    shape = leaf.shape if isinstance(leaf, torch.Tensor) else ()
-    return {axis: SIZE for axis, size in enumerate(shape) if size != 1}
+    return [text_roles(name, leaf, batch, sizes=sizes) for leaf in leaves_of(value)]
 
 
 def _same_lengths(indices: Sequence[int]) -> Guard:
