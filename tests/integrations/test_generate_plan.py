@@ -459,7 +459,7 @@ def test_changed_configuration_is_retraced(caplog: pytest.LogCaptureFixture) -> 
         caplog.set_level(logging.INFO, logger="graphplan")
         placed.config.output_hidden_states = True
         assert "hidden_states" in placed(**inputs)
-        assert "config.output_hidden_states is True, and was False" in caplog.text
+        assert "config.output_hidden_states is True, but was False" in caplog.text
         placed.config.output_hidden_states = False
         assert "hidden_states" not in placed(**inputs)
         assert len(placed.plans) == 2  # the first serves again
