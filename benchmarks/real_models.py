@@ -15,7 +15,7 @@ import gc
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from graphplan.compiler.formulation import Options
 from graphplan.compiler.pipeline import Compiler
 from graphplan.devices.topology import CPU, Topology
 from graphplan.errors import GraphplanError, InfeasibleError
-from graphplan.integrations.accelerate.comparison import Baseline, device_maps, offloaded_weights
+from graphplan.integrations.accelerate.comparison import device_maps, offloaded_weights
 from graphplan.passes.placement.problem import Problem
 
 _ROOMY = 1 << 20  # GiB of the card and the CPU for the activation peak
@@ -44,38 +44,6 @@ CASES: dict[str, tuple[tuple[Speed, float], ...]] = {
     "4x0.275": ((A, 0.275),) * 4,
     "mixed": ((A, 0.6), (B, 0.3), (C, 0.25)),
 }
-
-
-@dataclass(slots=True)
-class Row:
-    """A model on one set of budgets. Sizes are bytes, times seconds.
-
-    Attributes:
-        offloaded: bytes of the weights that are read and reside on no accelerator.
-        buffer: bytes of the accelerators' prefetch buffers.
-        within: whether every peak is within its budget.
-        planning: processor seconds, without the capture.
-        others: accelerate's and transformers' maps.
-        error: the reason if there is no plan.
-    """
-
-    model: str
-    case: str
-    weights: int
-    activations: int
-    offloaded: int = 0
-    buffer: int = 0
-    within: bool = False
-    makespan: float = 0.0
-    gap: float = 0.0
-    proof: str = ""
-    planning: float = 0.0
-    others: list[Baseline] = field(default_factory=list)
-    error: str = ""
-
-    def beaten_by(self) -> list[str]:
-        """Return the names of the planners whose map is within the budgets and faster."""
-        return faster(self.others, None if self.error else self.makespan)
 
 
 class Measured:
@@ -104,50 +72,50 @@ class Measured:
         self.compiler.topology = topology
         return self.compiler.plan(self.call).plan
 
-    def measure(self, case: str) -> Row:
-        """Return our plan and the others' maps on one set of budgets."""
-        topology = self.topology(case)
-        row = Row(self.name, case, self.graph.weight_bytes, self.activations)
-        problem = Problem(self.graph, topology, CPU)
+    def measure(self, case: str) -> dict[str, Any]:
+        """Return our plan and the others' maps on one set of budgets, as a row of the results.
+
+        Sizes are bytes, times seconds. ``offloaded`` counts the weights that are read and reside on no
+        accelerator, ``buffer`` the accelerators' prefetch buffers. ``within`` is whether every peak is within
+        its budget. ``planning`` is processor seconds, without the capture. ``others`` are accelerate's and
+        transformers' maps, ``beaten_by`` those within the budgets that are faster. ``error`` is the reason if
+        there is no plan.
+        """
+        topology, row = self.topology(case), {"model": self.name, "case": case}
+        row |= {"weights": self.graph.weight_bytes, "activations": self.activations}
+        graph, makespan, error = self.graph, None, ""
         start = time.process_time()
         try:
             plan = self.plan(topology)
-        except InfeasibleError as error:
-            row.error = str(error)
+        except InfeasibleError as infeasible:
+            error = str(infeasible)
         else:
-            row.planning = time.process_time() - start
-            problem = Problem(plan.graph, topology, CPU)
-            row.offloaded = offloaded_weights(problem, plan.schedule.assignment)
-            row.buffer = sum(buffer.nbytes for buffer in plan.schedule.prefetch_buffers)
-            row.within = all(plan.peak_bytes[spec.key] <= spec.room for spec in plan.topology.devices)
-            row.makespan, row.gap, row.proof = plan.makespan, plan.gap, plan.proof
+            row["planning"] = time.process_time() - start
+            graph, makespan = plan.graph, plan.makespan
+            row |= {"makespan": makespan, "gap": plan.gap, "proof": plan.proof}
+            row["offloaded"] = offloaded_weights(Problem(graph, topology, CPU), plan.schedule.assignment)
+            row["buffer"] = sum(buffer.nbytes for buffer in plan.schedule.prefetch_buffers)
+            row["within"] = all(plan.peak_bytes[spec.key] <= spec.room for spec in topology.devices)
         no_split = getattr(self.model, "_no_split_modules", None) or []
-        row.others = device_maps(problem, self.model, sorted(no_split))
-        return row
+        others = device_maps(Problem(graph, topology, CPU), self.model, sorted(no_split))
+        row["others"] = [{**asdict(o), "excess": None, "feasible": o.feasible} for o in others]
+        return {**row, "beaten_by": faster(others, makespan), "error": error}
 
 
 # -- tables and results ----------------------------------------------------------------------------
 
 
-def shown(row: Row) -> dict[str, Any]:
+def shown(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return one line of the table."""
-    others = {
-        other.name: {"offloaded": other.offloaded, "seconds": other.seconds, "over": other.over}
-        for other in row.others
-    }
-    return {**asdict(row), "others": others, "beaten by": ", ".join(row.beaten_by())}
+    figures = ("offloaded", "seconds", "over")
+    others = {other["name"]: {name: other[name] for name in figures} for other in row["others"]}
+    return {**row, "others": others, "beaten_by": ", ".join(row["beaten_by"])}
 
 
-def as_data(row: Row) -> dict[str, Any]:
-    others = [{**asdict(other), "excess": None, "feasible": other.feasible} for other in row.others]
-    return {**asdict(row), "beaten_by": row.beaten_by(), "others": others}
-
-
-def keep(rows: Sequence[Row], failed: Mapping[str, str], results: Path = RESULTS) -> Path:
+def keep(rows: Sequence[Mapping[str, Any]], failed: Mapping[str, str], results: Path = RESULTS) -> Path:
     """Write these rows, in place of older ones of the same model and budgets."""
     before = {"rows": [], "failed": {}, **recorded("real_models", results)}
-    known = {(row["model"], row["case"]): row for row in before["rows"]}
-    known.update({(row.model, row.case): as_data(row) for row in rows})
+    known = {(row["model"], row["case"]): row for row in (*before["rows"], *rows)}
     kept = [known[key] for key in itertools.product(MODELS, CASES) if key in known]
     planned = {model for model, _ in known}
     missing = {name: why for name, why in {**before["failed"], **failed}.items() if name not in planned}
@@ -159,7 +127,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     options = parser.parse_args()
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
     for name in options.models:
         try:
@@ -171,7 +139,7 @@ def main() -> None:
         print(f"{name}: {len(measured.graph.operations)} operations in {measured.capture:.1f} s", flush=True)
         for case in options.cases:
             rows.append(measured.measure(case))
-            print(f"  {case}: {rows[-1].planning:.1f} s", flush=True)
+            print(f"  {case}: {rows[-1].get('planning', 0.0):.1f} s", flush=True)
         del measured
         gc.collect()
         keep(rows, failed)
