@@ -13,8 +13,8 @@ from baselines import baselines, peak_activation, sequential_fill, skeleton
 from builders import KIB, chain
 from instances import GIB, INSTANCES, A, B, C, Card, Instance, devices, random_chain, stack
 from packing import items, pack, sizes_of
-from placement import Result, Run, measure, plan_table, ratio_table, recorded
 from placement import keep as keep_placements
+from placement import main_run, measure, plan_table, ratio_table, recorded, row_of
 from planning_time import Row, laws
 from real_models import Measured, keep, shown
 from report import table
@@ -281,50 +281,49 @@ def test_results_have_a_plan_of_each_first_instance() -> None:
 
 
 def test_placement_prints_plans_and_ratios(instances: dict[str, Instance]) -> None:
-    result = measure(instances["segformer-two"], [None, 2.0])
-    assert [run.limit for run in result.runs] == [None, 2.0]
-    main = result.main
-    assert main is result.runs[0]
-    assert all(run.lower_bound <= run.seconds and run.cpu_seconds > 0 for run in result.runs)
-    assert result.best <= main.seconds
-    assert f"{main.seconds:.4g}" in plan_table([result])
-    assert str(next(other.over for other in result.others if other.over)) in ratio_table([result])
+    row = measure(instances["segformer-two"], [None, 2.0])
+    assert [run["limit"] for run in row["runs"]] == [None, 2.0]
+    main = main_run(row["runs"])
+    assert main is row["runs"][0]
+    assert all(run["lower_bound"] <= run["seconds"] and run["cpu_seconds"] > 0 for run in row["runs"])
+    assert row["best"] <= main["seconds"]
+    assert f"{main['seconds']:.4g}" in plan_table([row])
+    assert str(next(other["over"] for other in row["others"] if other["over"])) in ratio_table([row])
 
 
-def run_of(limit: float | None, seconds: float, bound: float = 0.0) -> Run:
-    return Run(limit, seconds, bound, 1.0, 1.0, "")
+def run_of(limit: float | None, seconds: float) -> dict[str, Any]:
+    return {"limit": limit, "seconds": seconds}
 
 
-def test_the_default_search_is_compared_and_else_the_longest(instances: dict[str, Instance]) -> None:
+def test_the_default_search_is_compared_and_else_the_longest() -> None:
     runs = [run_of(None, 3.0), run_of(2, 2.0), run_of(10, 1.0)]
-    assert Result(instances["unet"], runs).main is runs[0]
-    assert Result(instances["unet"], runs[1:]).main is runs[2]
-    assert Result(instances["unet"]).main is None
+    assert main_run(runs) is runs[0]
+    assert main_run(runs[1:]) is runs[2]
+    assert main_run([]) is None
 
 
 def test_faster_feasible_maps_count_as_losses(instances: dict[str, Instance]) -> None:
     slower, faster = Baseline("slower", seconds=2.0), Baseline("faster", seconds=0.5)
     cheat = Baseline("cheat", seconds=0.5, over=1)
-    result = Result(instances["unet"], [run_of(2, 1.0, 1.0)], [slower, faster, cheat])
-    assert result.beaten_by() == ["faster"]
-    assert "faster ratio" in ratio_table([result])
+    row = row_of(instances["unet"], [run_of(2, 1.0)], [slower, faster, cheat])
+    assert row["beaten_by"] == ["faster"]
+    assert "faster ratio" in ratio_table([row])
 
 
 def test_new_results_keep_the_best_time(instances: dict[str, Instance], tmp_path: Path) -> None:
     unet, clip = instances["unet"], instances["clip"]
     other = Baseline("other", seconds=4.0, excess={})
-    keep_placements([Result(unet, [run_of(2, 2.0)], [other], 2.0), Result(clip, error="no")], tmp_path)
-    again = Result(unet, [run_of(None, 3.0)], [other], 3.0)
+    keep_placements([row_of(unet, [run_of(2, 2.0)], [other]), row_of(clip, [], [], "no")], tmp_path)
+    again = row_of(unet, [run_of(None, 3.0)], [other])
     keep_placements([again], tmp_path)
-    assert again.best == 2.0
+    assert again["best"] == 2.0
     rows = recorded(tmp_path)
     assert list(rows) == ["unet", "clip"]
     assert [run["limit"] for run in rows["unet"]["runs"]] == [None]
     assert rows["unet"]["best"] == 2.0
     assert rows["unet"]["others"][0]["ratio"] == 0.75
     assert rows["clip"]["best"] is None
-    solved = Result(clip, [run_of(None, 3.0)], best=3.0)
-    keep_placements([solved], tmp_path)
+    keep_placements([row_of(clip, [run_of(None, 3.0)], [])], tmp_path)
     assert recorded(tmp_path)["clip"]["best"] == 3.0
 
 
