@@ -110,7 +110,7 @@ def _register_dataclass(cls: type) -> None:
         cls, torch.nn.Module
     )
     names = [field.name for field in dataclasses.fields(cls) if field.init or plain]
-    refused = (types.EllipsisType, range, PurePath)  # by a trace, as inputs
+    refused = (types.EllipsisType, PurePath)  # by a trace, as inputs
     types_of_parts = (torch.Tensor, *(cls for cls in CONSTANTS if cls not in refused), *TRACED_NUMBERS)
 
     def fields(value: Any) -> dict[str, Any]:
