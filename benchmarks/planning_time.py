@@ -14,8 +14,7 @@ load on the machine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -117,45 +116,25 @@ def model_row(name: str, recipe: Model) -> dict[str, Any]:
 # -- the search alone ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One search: its size, processor seconds, and proven gap as a share."""
-
-    kind: str
-    operations: int
-    devices: int
-    seconds: float
-    gap: float
-
-
-@dataclass(frozen=True, slots=True)
-class Law:
-    """seconds = scale * operations^exponent, for one kind of graph and number of devices."""
-
-    kind: str
-    devices: int
-    scale: float
-    exponent: float
-
-
-def search(kind: str, operations: int, devices: int) -> Row:
-    """Place one instance and return its row."""
+def search(kind: str, operations: int, devices: int) -> dict[str, Any]:
+    """Place one instance; return its size, processor seconds, and proven gap as a share."""
     problem = KINDS[kind](operations, devices).problem
     start = time.process_time()
     result = place(problem)
-    seconds = time.process_time() - start
-    return Row(kind, len(problem.graph.operations), devices, seconds, result.gap)
+    seconds, count = time.process_time() - start, len(problem.graph.operations)
+    return {"kind": kind, "operations": count, "devices": devices, "seconds": seconds, "gap": result.gap}
 
 
-def laws(rows: Sequence[Row]) -> list[Law]:
-    """Fit a power law for each kind and number of devices with at least two sizes."""
+def laws(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Fit seconds = scale * operations^exponent for each kind and number of devices with several sizes."""
     fitted = []
-    for kind, devices in dict.fromkeys((row.kind, row.devices) for row in rows):
-        group = [row for row in rows if (row.kind, row.devices) == (kind, devices)]
-        if len({row.operations for row in group}) > 1:
-            sizes, seconds = np.log([(row.operations, row.seconds) for row in group]).T
+    for kind, devices in dict.fromkeys((row["kind"], row["devices"]) for row in rows):
+        group = [row for row in rows if (row["kind"], row["devices"]) == (kind, devices)]
+        if len({row["operations"] for row in group}) > 1:
+            sizes, seconds = np.log([(row["operations"], row["seconds"]) for row in group]).T
             exponent, constant = np.polyfit(sizes, seconds, 1)
-            fitted.append(Law(kind, devices, float(np.exp(constant)), float(exponent)))
+            law = {"scale": float(np.exp(constant)), "exponent": float(exponent)}
+            fitted.append({"kind": kind, "devices": devices, **law})
     return fitted
 
 
@@ -166,11 +145,11 @@ def main() -> None:
     print(table(depths))
     models = [model_row(name, recipe) for name, recipe in FULL_SIZE.items()]
     print("\n" + table(models))
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
     for kind in KINDS:
         search(kind, OPERATIONS[0], DEVICES[0])  # first-use caches
         rows += [search(kind, size, cards) for size in OPERATIONS for cards in DEVICES]
-    searches = {"searches": [asdict(row) for row in rows], "laws": [asdict(law) for law in laws(rows)]}
+    searches = {"searches": rows, "laws": laws(rows)}
     for found in searches.values():
         print("\n" + table(found))
     planned = {"devices": MODEL_DEVICES, "rows": depths, "models": models}

@@ -15,7 +15,7 @@ from instances import GIB, INSTANCES, A, B, C, Card, Instance, devices, random_c
 from packing import items, pack, sizes_of
 from placement import keep as keep_placements
 from placement import main_run, measure, plan_table, ratio_table, recorded, row_of
-from planning_time import Row, laws
+from planning_time import laws
 from real_models import Measured, keep, shown
 from report import table
 from second_set import draws, second_set
@@ -328,12 +328,15 @@ def test_new_results_keep_the_best_time(instances: dict[str, Instance], tmp_path
 
 
 def test_power_law_is_fitted_per_kind_and_device_count() -> None:
-    rows = [Row("x", n, k, 3e-4 * n**1.5 * k**0.5, 0.0) for n in (500, 1000, 2000) for k in (2, 8)]
-    found = laws([*rows, Row("y", 500, 2, 1.0, 0.0)])
-    assert [(law.kind, law.devices) for law in found] == [("x", 2), ("x", 8)]
+    def row(kind: str, operations: int, devices: int) -> dict[str, Any]:
+        seconds = 3e-4 * operations**1.5 * devices**0.5
+        return {"kind": kind, "operations": operations, "devices": devices, "seconds": seconds}
+
+    found = laws([*(row("x", n, k) for n in (500, 1000, 2000) for k in (2, 8)), row("y", 500, 2)])
+    assert [(law["kind"], law["devices"]) for law in found] == [("x", 2), ("x", 8)]
     for law in found:
-        assert law.exponent == pytest.approx(1.5)
-        assert law.scale == pytest.approx(3e-4 * law.devices**0.5)
+        assert law["exponent"] == pytest.approx(1.5)
+        assert law["scale"] == pytest.approx(3e-4 * law["devices"] ** 0.5)
 
 
 def use_beside_buffers(measured: Measured, case: str) -> float:
