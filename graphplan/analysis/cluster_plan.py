@@ -45,7 +45,7 @@ class ClusterPlan(ClusterPlanData[Plan], JsonFile):
         return cls._read(Plan, text)
 
     def save_html(self, path: str | Path, *, title: str = "") -> None:
-        """Write a page: the table of :meth:`summary`, and the picture of :meth:`save_svg`."""
+        """Write a page: figures, the picture of :meth:`save_svg`, a table of the machines."""
         write_whole(path, to_cluster_html(self, title))
 
     def save_trace(self, path: str | Path) -> None:

@@ -24,6 +24,7 @@ from graphplan.compiler.cluster.stage_placement import StagePlacement, Stretch
 from graphplan.compiler.pipeline import Compiler
 from graphplan.message_text import size_text
 from graphplan.report.cluster.cluster_perfetto import Slot, batch_slots
+from graphplan.report.cluster.cluster_text import HEADER, machine_rows, shares_text
 from graphplan.report.text import time_text
 
 WIDTH = 1024
@@ -309,9 +310,11 @@ def test_page_shows_network_traffic(tmp_path: Path) -> None:
     plan.save_html(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 1
-    assert f"<pre>{plan.summary()}</pre>" in page
-    assert f"network: {size_text(plan.network_bytes)} per microbatch" in page
-    assert f"wait {100 * plan.bubble:.0f} %" in page
+    for cell in (*HEADER, *(cell for row in machine_rows(plan) for cell in row)):
+        assert cell in page
+    assert f"<b>{size_text(plan.network_bytes)}</b>" in page
+    assert f"<b>{100 * plan.bubble:.0f} %</b>" in page
+    assert shares_text(plan) in page
     computing = sum(slot.end - slot.start for slot in batch_slots(plan) if slot.kind == "stage")
     assert sum(shares[0] for shares in plan.shares.values()) == pytest.approx(computing / plan.makespan)
     assert all(sum(shares) == pytest.approx(1) and min(shares) >= -1e-9 for shares in plan.shares.values())
