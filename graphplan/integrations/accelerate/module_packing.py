@@ -52,31 +52,15 @@ def _bytes_placed(blocks: Sequence[Block], places: Places) -> int:
 
 
 def _fit_all(sizes: Sequence[int], capacities: Sequence[int]) -> list[int] | None:
-    """Return places of all blocks on accelerators, contiguous if possible; None if none were found."""
+    """Return places of all blocks on accelerators, contiguous if they fit in order; None if none were found."""
     if sum(sizes) > sum(capacities) or max(sizes, default=0) > max(capacities, default=0):
         return None
     by_size = sorted(range(len(sizes)), key=lambda index: -sizes[index])
-    return (
-        _fill_in_order(sizes, capacities)
-        or _search(sizes, capacities, range(len(sizes)))
-        or _search(sizes, capacities, by_size)
-    )
-
-
-def _fill_in_order(sizes: Sequence[int], capacities: Sequence[int]) -> list[int] | None:
-    places, device, used = [], 0, 0
-    for size in sizes:
-        while device < len(capacities) and used + size > capacities[device]:
-            device, used = device + 1, 0
-        if device == len(capacities):
-            return None
-        places.append(device)
-        used += size
-    return places
+    return _search(sizes, capacities, range(len(sizes))) or _search(sizes, capacities, by_size)
 
 
 def _search(sizes: Sequence[int], capacities: Sequence[int], order: Sequence[int]) -> list[int] | None:
-    """Search depth-first, first fit first; partial packings that leave equal free bytes are pruned."""
+    """Search depth-first, next fit first; partial packings that leave equal free bytes are pruned."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     unfinished: list[tuple[int, tuple[int, ...], Any]] = [(0, tuple(capacities), None)]
     while unfinished and len(seen) < _STATES:
@@ -86,8 +70,8 @@ def _search(sizes: Sequence[int], capacities: Sequence[int], order: Sequence[int
         if (count, tuple(sorted(free))) in seen:
             continue
         seen.add((count, tuple(sorted(free))))
-        size = sizes[order[count]]
-        for device in reversed(range(len(free))):
+        size, last = sizes[order[count]], placed[0] if placed else 0
+        for device in reversed((*range(last, len(free)), *range(last))):
             if free[device] >= size:
                 remaining = (*free[:device], free[device] - size, *free[device + 1 :])
                 unfinished.append((count + 1, remaining, (device, placed)))
