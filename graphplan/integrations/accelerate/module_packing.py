@@ -52,7 +52,7 @@ def _bytes_placed(blocks: Sequence[Block], places: Places) -> int:
 
 
 def _fit_all(sizes: Sequence[int], capacities: Sequence[int]) -> list[int] | None:
-    """Return places of all blocks on accelerators, contiguous if they fit in order; None if none were found."""
+    """Return places of all blocks on accelerators, contiguous if they fit in order; None if not found."""
     if sum(sizes) > sum(capacities) or max(sizes, default=0) > max(capacities, default=0):
         return None
     by_size = sorted(range(len(sizes)), key=lambda index: -sizes[index])
