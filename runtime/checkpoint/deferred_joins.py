@@ -54,7 +54,7 @@ class DeferredJoins(TorchDispatchMode):
         if func in _JOINS:
             self._joined[id(result)] = result, *_JOINS[func](*args)
         else:
-            of_joined = any(id(leaf) in self._joined for leaf in pytree.tree_leaves(args))
+            of_joined = any(id(leaf) in self._joined for leaf in pytree.tree_leaves((args, kwargs)))
             self.computes |= of_joined or not func.is_view or func is aten.view.dtype
         return result
 
