@@ -73,20 +73,30 @@ def register_node(
 
 
 def register_containers(tree: Any) -> None:
-    """Register the class of every dataclass instance and ``UserDict`` (a ``BatchEncoding``) in ``tree``."""
+    """Register the class of every dataclass instance, enum member and ``UserDict`` in ``tree``."""
     for leaf in leaves_of(tree):
         if register_class(type(leaf)):
             register_containers(node_of_class(type(leaf)).flatten_fn(leaf)[0])
 
 
 def register_class(cls: type) -> bool:
-    """Register a class if it is a dataclass or a ``UserDict``; return whether its objects are flattened."""
+    """Register a class if it is a dataclass, an enum or a ``UserDict`` (a ``BatchEncoding``).
+
+    Return whether its objects are flattened.
+    """
     if node_of_class(cls) is None:
         if issubclass(cls, UserDict):
             _register_mapping(cls)
+        elif issubclass(cls, enum.Enum):
+            _register_constant(cls)
         elif dataclasses.is_dataclass(cls):
             _register_dataclass(cls)
     return node_of_class(cls) is not None
+
+
+def _register_constant(cls: type) -> None:
+    """Register a class whose objects are part of the structure, since a trace refuses them as leaves."""
+    register_node(cls, lambda value: ([], value), lambda _, value: value)
 
 
 def _register_mapping(cls: type[UserDict[Any, Any]]) -> None:
@@ -318,9 +328,8 @@ def _returned(parts: Iterable[Any], names: Sequence[str]) -> Returned:
     return Returned(result, dict(zip(names, changed, strict=True)))
 
 
-# a trace refuses these constants as leaves
 for _constant in (Given, torch.dtype, torch.layout, torch.memory_format, bytes, range):
-    register_node(_constant, lambda value: ([], value), lambda _, value: value)
+    _register_constant(_constant)
 # as text, since NaN does not equal itself, and 0.0 equals -0.0
 register_node(complex, lambda value: ([], repr(value)), lambda _, text: complex(text.strip("()")))
 register_node(

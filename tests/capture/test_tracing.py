@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import logging
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -497,3 +498,21 @@ def test_constants_that_the_exporter_refuses_are_traced() -> None:
         assert torch.equal(ours.pop("x").nan_to_num(9), eager.pop("x").nan_to_num(9))
         assert repr(ours) == repr(eager)
     assert len(placed.plans) == 5  # one for each dtype and number
+
+
+class Mode(enum.Enum):
+    TEXT = "text"
+    IMAGE = "image"
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_members_of_enums_are_traced(train: bool) -> None:
+    class Labelled(nn.Linear):
+        def forward(self, x: torch.Tensor, mode: Mode = Mode.TEXT) -> dict[str, Any]:
+            return {"mode": [mode, Mode.IMAGE], "y": super().forward(x) * len(mode.value)}
+
+    model, x = Labelled(4, 4), torch.randn(3, 4)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (x,), strict=True, train=train)
+    for mode in Mode:
+        for rows in (3, 2):
+            assert largest_difference(placed(x[:rows], mode), model(x[:rows], mode)) == 0
