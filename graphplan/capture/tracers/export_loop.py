@@ -29,7 +29,7 @@ from graphplan.capture.parameter_attributes import TRACED_ATTRIBUTES, custom_att
 from graphplan.capture.repeated.repeated_modules import RepeatedModules
 from graphplan.capture.sizes.symbolic_builtins import symbolic_builtins
 from graphplan.capture.thread_patches import patched
-from graphplan.capture.tracers.trace_patches import OwnGradientsError, exporting, time_limit
+from graphplan.capture.tracers.trace_patches import BelowAutogradError, exporting, time_limit
 from graphplan.capture.value_branches import Branches
 from graphplan.errors import NoGraphError
 from graphplan.message_text import first_line
@@ -59,7 +59,7 @@ def export(
         the trace ends at                                the next trace
         a branch on values of weights or inputs          uses these values
         int() of a data-dependent number                 replaces int() there
-        gradients that forward computes                  is below autograd, without copies of blocks
+        gradients that forward computes, vmap or jvp     is below autograd, without copies of blocks
         anything else, after blocks were copied          copies no blocks
 
     Raises:
@@ -86,7 +86,7 @@ def export(
                     place_writes(program.graph)
                     program.graph_module.meta[STATE] = state
                     return program
-            except OwnGradientsError:
+            except BelowAutogradError:
                 copies, tracer.below_autograd = False, True
             except (GuardOnDataDependentSymNode, DataDependentOutputException) as error:
                 if not branches.learn(error) and not tracer.numbers.learn():
@@ -106,7 +106,7 @@ class _CallTracer:
 
     Attributes:
         numbers: the calls of ``int`` to replace.
-        below_autograd: whether to trace the operations that autograd runs.
+        below_autograd: whether to trace the operations that autograd and transforms run.
     """
 
     def __init__(

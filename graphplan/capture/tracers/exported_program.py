@@ -38,13 +38,10 @@ from graphplan.capture.sizes.dynamic_sizes import (
     values_of,
 )
 from graphplan.capture.tracers.export_loop import STATE
+from graphplan.capture.tracers.trace_patches import TRANSFORMS
 from graphplan.capture.transformers.caches import caches_at
 from graphplan.capture.value_branches import input_guard
 from graphplan.errors import CaptureError, NoGraphError
-
-_TRANSFORMS = {"_add_batch_dim", "_enter_dual_level", "_make_dual"}
-"""Functions by which a trace enters ``vmap`` and forward AD. Targets of other nodes may have no name."""
-
 
 def from_program(
     program: torch.export.ExportedProgram,
@@ -110,7 +107,7 @@ def from_program(
 
 def _refuse_transforms(graph: fx.Graph) -> None:
     """Raise NoGraphError for ``vmap`` and ``jvp``: nothing reads the calls that enter and leave them."""
-    if any(getattr(node.target, "__name__", "") in _TRANSFORMS for node in graph.nodes):
+    if any(getattr(node.target, "__name__", "") in TRANSFORMS for node in graph.nodes):
         raise NoGraphError(
             "the trace contains torch.vmap or jvp, whose operations can run only in the order in which "
             "they were traced"

@@ -60,7 +60,7 @@ def exporting(
     With ``declared``, the caller has declared the dynamic sizes, so that the text of a size must not fix it.
 
     ``repeated`` copies the graphs of repeated blocks. With ``below_autograd``, the operations that autograd
-    runs are traced, so that the graph has gradients that ``forward`` computes.
+    and transforms of ``torch.func`` run are traced, so that the graph has gradients that ``forward`` computes.
     """
     tracer: Any = export_tracer()
     flags, branches = torch.compiler, state.branches
@@ -88,6 +88,7 @@ def exporting(
             Patch(tracer, "getattr", lambda _tracer, _name, value, _memo: value, tracer.getattr),
             (tracer, "path_of_module", _path_in_model),
             (tracer, "create_node", functools.partial(_with_source_lines, ends, blocks)),
+            *([] if keep_grad or below_autograd else [(tracer, "create_node", _refusing_transforms)]),
             (*mask_reader(), lambda _: _is_declared_causal),
             *((module, name, _refusing) for module in (torch, torch.random) for name in _SEED_FUNCTIONS),
             *((nn.functional, name, _lazy_dropout) for name in _DROPOUTS),
@@ -205,8 +206,23 @@ def _lazy_to(original: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
-class OwnGradientsError(BaseException):
-    """``forward`` computes gradients, whose operations a trace above autograd does not see.
+TRANSFORMS = frozenset({"_add_batch_dim", "_enter_dual_level", "_make_dual"})
+"""Functions by which a trace enters ``vmap`` and forward AD. Targets of other nodes may have no name."""
+
+
+def _refusing_transforms(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``create_node`` that requires another trace where a transform of ``torch.func`` begins."""
+
+    def create_node(tracer: Any, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(target, "__name__", "") in TRANSFORMS:
+            raise BelowAutogradError("forward calls torch.vmap or torch.func.jvp")
+        return original(tracer, kind, target, *args, **kwargs)
+
+    return create_node
+
+
+class BelowAutogradError(BaseException):
+    """``forward`` computes gradients or calls a transform, whose operations only a trace below autograd sees.
 
     It derives from ``BaseException`` so that a model that handles errors does not catch it.
     """
@@ -229,7 +245,7 @@ def _checked_backward(
                 "its results: in a graph they would"
             )
         if not keep_grad and not below_autograd:
-            raise OwnGradientsError("forward computes gradients")
+            raise BelowAutogradError("forward computes gradients")
         return original(outputs, gradients, retain, create_graph, *args, **kwargs)
 
     return run
