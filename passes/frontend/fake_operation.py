@@ -163,7 +163,8 @@ class _Tracker(TorchDispatchMode):
         if not whole and func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd):
             with self:  # in control flow, operations arrive undecomposed
                 return func.decompose(*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
+        run = _gru_cell if func is aten._thnn_fused_gru_cell.default else func
+        out = run(*args, **(kwargs or {}))
         self.flops += flops_of(func, args, kwargs or {}, out)
         if func is aten.view.default:
             return out.as_strided(out.shape, _viewed_strides(args[0], args[1]))
@@ -254,6 +255,12 @@ class _Tracker(TorchDispatchMode):
         with _Tracker(tensors, self.target, self.kernels) as tracker:
             recurrence.run_in_torch()
         return tracker.live.peak, tracker.flops
+
+
+def _gru_cell(_input_gates: Any, _hidden_gates: Any, hidden: torch.Tensor, *_biases: Any) -> Any:
+    """Return fakes of the new state of a GRU's fused cell and of its gates, as torch has none."""
+    rows, width = hidden.shape
+    return torch.empty_like(hidden), hidden.new_empty(rows, 5 * width)
 
 
 def _viewed_strides(fake: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -110,6 +111,17 @@ def test_attention_without_fused_kernel_needs_workspace() -> None:
     operation = graph.operations["scaled_dot_product_attention"]
     assert operation.workspace_on("sim") > 4 * 64 * 64 * 4 > operation.workspace_on("cpu")
     assert operation.flops == 2 * 2 * 4 * 64 * 64 * 16
+
+
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
+def test_fused_cells_need_their_workspace(cell: type[nn.RNNCellBase]) -> None:
+    model, x = cell(32, 40), torch.randn(64, 32)  # type: ignore[call-arg]  # of the subclasses
+    with simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (x,))
+        gc.collect()
+        machine.reset_peaks()
+        placed(x)
+        assert machine.peak_bytes(0) == placed.plan.peak_bytes[0]
 
 
 def test_operations_with_kernels_need_no_workspace_of_their_decomposition() -> None:
