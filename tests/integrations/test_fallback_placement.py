@@ -469,8 +469,8 @@ TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "jacrev": lambda head, x: torch.vmap(torch.func.jacrev(head))(x),
     "hessian": lambda head, x: torch.vmap(torch.func.hessian(lambda row: head(row).tanh().sum()))(x),
     "ensemble": lambda head, x: torch.vmap(
-        lambda scale, row: torch.func.functional_call(head, {"weight": head.weight * scale}, (row,)), (0, None)
-    )(torch.arange(1.0, 4.0, device=x.device), x),
+        lambda scale: torch.func.functional_call(head, {"weight": head.weight * scale}, (x,))
+    )(torch.arange(1.0, 4.0, device=x.device)),
 }
 
 

@@ -43,6 +43,7 @@ from graphplan.capture.transformers.caches import caches_at
 from graphplan.capture.value_branches import input_guard
 from graphplan.errors import CaptureError, NoGraphError
 
+
 def from_program(
     program: torch.export.ExportedProgram,
     call: BoundCall,

@@ -60,7 +60,8 @@ def exporting(
     With ``declared``, the caller has declared the dynamic sizes, so that the text of a size must not fix it.
 
     ``repeated`` copies the graphs of repeated blocks. With ``below_autograd``, the operations that autograd
-    and transforms of ``torch.func`` run are traced, so that the graph has gradients that ``forward`` computes.
+    and transforms of ``torch.func`` run are traced, so that the graph has the gradients that ``forward``
+    computes.
     """
     tracer: Any = export_tracer()
     flags, branches = torch.compiler, state.branches
