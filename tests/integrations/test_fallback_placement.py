@@ -261,6 +261,18 @@ class Layers(nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_named_budgets_grow_on_all_accelerators() -> None:
+    model, x = Layers().eval(), torch.randn(4, 64)
+    given = {0: bytes_of(model) // 4, 1: bytes_of(model) // 4}
+    with graphplan.simulate(given), pytest.raises(graphplan.InfeasibleError) as caught:
+        graphplan.partition(model, given, (x,))
+    needed = caught.value.needed
+    assert sum(needed.values()) < 1.2 * bytes_of(model)
+    with graphplan.simulate(needed), torch.no_grad():
+        assert largest_difference(graphplan.partition(model, needed, (x,))(x), model(x)) < 1e-6
+
+
 def test_large_blocks_are_split_instead_of_streamed() -> None:
     model, x = Layers().eval(), torch.ones(1, 64)
     with graphplan.simulate({0: bytes_of(model) // 2}) as machine, torch.no_grad():

@@ -43,6 +43,7 @@ from graphplan.ir.schedule import Assignment
 from graphplan.message_text import first_line
 from graphplan.passes.frontend.graph_weights import weight_of
 from graphplan.passes.placement.evaluate import evaluate
+from graphplan.passes.placement.params import PARAMS, ROUNDING
 from graphplan.passes.placement.problem import Problem
 from graphplan.runtime.checkpoint.checkpoint_files import Checkpoint
 from graphplan.runtime.fallback.derived_classes import unplaced
@@ -287,7 +288,7 @@ class _Fallback:
         if alone is not None and self._fits(alone, budgets):
             yield alone
         elif not any_fits:
-            raise self._infeasible(budgets)
+            raise self._infeasible()
 
     def _budgets(self, share: float) -> dict[DeviceKey, int]:
         """Return device key -> bytes for weights; accelerators have room for all activations too."""
@@ -341,12 +342,20 @@ class _Fallback:
             taken[_device_of(split.entries, name)] += tensor_bytes(tensor)
         return taken
 
-    def _infeasible(self, budgets: Mapping[DeviceKey, int]) -> InfeasibleError:
+    def _infeasible(self) -> InfeasibleError:
+        """Return the error, with sufficient budgets of the accelerators: their growth is bisected."""
         peak = self.profile.peak
         total = sum(round_up(tensor_bytes(t)) for t in self.model_copy.weights.tensors.values())
-        available = self.topology.budgets
-        first = next(spec for spec in self.topology.devices if spec.key in budgets)
-        needed = {**available, first.key: total + peak + first.withheld}
+        available, accelerators = self.topology.budgets, self.topology.accelerators
+        rooms = {spec.key: spec.room for spec in accelerators or self.topology.devices[:1]}
+        first = next(iter(rooms))
+        needed = {**available, first: total + peak + self.topology[first].withheld}
+        low, high = 1.0, (total + peak) / max(1, *rooms.values()) + ROUNDING
+        if accelerators and self._over_accelerators(high):
+            while high > low * (1 + PARAMS.negligible):
+                middle = (low + high) / 2
+                low, high = (low, middle) if self._over_accelerators(middle) else (middle, high)
+            needed |= {k: int(room * high) + self.topology[k].withheld for k, room in rooms.items()}
         return InfeasibleError(
             f"the modules of {type(self.model).__name__} ({total} bytes, and {peak} for activations on each "
             f"accelerator) do not fit one by one; max_memory allows {available}. These budgets suffice: "
