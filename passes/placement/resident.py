@@ -182,7 +182,8 @@ class ResidentSearch:
         """Run wider and wider label-setting searches, until the gap is closed or the effort is spent."""
         if self.devices is None and self.effort.over:
             return  # a bound without a placement is of no use
-        still_open, width = self.relax(), 0
+        relaxations, width = self.relax(), 0
+        still_open = relaxations
         while not self.proven and not self.effort.over:
             target_bound = self.seconds * (1 - PARAMS.sufficient_gap)
             still_open = sorted((r for r in still_open if r.bound < target_bound), key=lambda r: r.bound)
@@ -192,6 +193,7 @@ class ResidentSearch:
             still_open = [r for r in still_open if not self._search(r, width)]
             self._raise_bound()
         self._exchange()
+        self._enumerate(relaxations)
 
     def _exchange(self) -> None:
         """Improve the incumbent by exchanges, with work beyond that of the label searches."""
@@ -201,6 +203,26 @@ class ResidentSearch:
         search = LocalSearch(self.arrays, self.devices, more, self.chosen)
         search.exchange()
         self._offer(search.devices, search.chosen)
+
+    def _enumerate(self, relaxations: list[Relaxation]) -> None:
+        """Evaluate all placements whose relaxed seconds are below the incumbent's, if these are few."""
+        max_labels = 1000 * PARAMS.completions
+        for relaxation in relaxations:
+            frontier = relaxation.frontier
+            if self.proven or self.effort.over or relaxation.bound >= self.seconds:
+                continue
+            if 4.0 * max_labels * frontier.devices * len(frontier.steps) > self.effort.total:
+                break
+            result = search_labels(relaxation, max_labels, self.seconds, self.effort, keep_all=True)
+            exact = result.exact
+            for completion in result.completions:
+                if completion.seconds >= self.seconds:
+                    break  # the others are slower
+                # unread weights may fit elsewhere than where they were tried
+                exact &= self._judge((completion,)) or not self._may_fit(completion)
+            if exact and self.devices is not None:
+                relaxation.bound, relaxation.proof = self.seconds, _LABELS
+        self._raise_bound()
 
     def _raise_bound(self) -> None:
         lowest = min(self._proofs, key=lambda relaxation: relaxation.bound, default=None)
@@ -242,6 +264,13 @@ class ResidentSearch:
             if self._offer(devices, chosen):
                 return True
         return False
+
+    def _may_fit(self, completion: Completion) -> bool:
+        """Whether a completion might fit with other homes of unread weights."""
+        arrays = self.arrays
+        if not arrays.unread:
+            return False
+        return bool((arrays.read_peaks(*self._expand(completion)) <= arrays.room).all())
 
     def _expand(self, completion: Completion) -> tuple[Ints, Ints]:
         arrays = self.arrays

@@ -105,6 +105,8 @@ def search_labels(
     incumbent_seconds: float,
     effort: Effort,
     margin: Floats | float = 0.0,
+    *,
+    keep_all: bool = False,
 ) -> LabelSearchResult:
     """Search complete placements by label setting.
 
@@ -114,8 +116,9 @@ def search_labels(
         incumbent_seconds: seconds of the best known placement; labels that cannot be faster are pruned.
         effort: the effort to charge.
         margin: (devices,) bytes to leave free, where exact peaks exceeded a budget; the bound is then void.
+        keep_all: whether to keep dominated labels and return all completions: their exact peaks differ.
     """
-    return _LabelSearch(relaxation, width, incumbent_seconds, effort, margin).run()
+    return _LabelSearch(relaxation, width, incumbent_seconds, effort, margin, keep_all).run()
 
 
 def max_width(relaxation: Relaxation, visits: float) -> int:
@@ -138,6 +141,7 @@ class _LabelSearch:
     incumbent_seconds: float
     effort: Effort
     margin: Floats | float
+    keep_all: bool
 
     def __post_init__(self) -> None:
         relaxation = self.relaxation
@@ -174,7 +178,9 @@ class _LabelSearch:
             if self.effort.over:
                 return LabelSearchResult((), 0.0, exact=False)
         seconds = labels.clock + self.frontier.constant
-        order = np.argsort(seconds, kind="stable")[: PARAMS.completions]
+        order = np.argsort(seconds, kind="stable")
+        if not self.keep_all:
+            order = order[: PARAMS.completions]
         completions = tuple(self._completion(int(label), labels, seconds) for label in order)
         bound = min(self.incumbent_seconds, self.dropped, float(seconds.min()))
         return LabelSearchResult(completions, bound, not np.isfinite(self.dropped))
@@ -262,7 +268,8 @@ class _LabelSearch:
         """Return the labels of least ``rank``, at most ``width``, without pruned and dominated ones."""
         order = np.argsort(rank, kind="stable")
         order = order[labels.f_value[order] < self.incumbent_seconds]
-        order = _undominated(labels, order)
+        if not self.keep_all:
+            order = _undominated(labels, order)
         if len(order) > self.width:
             self.dropped = min(self.dropped, float(labels.f_value[order[self.width :]].min()))
         return labels.take(order[: self.width])
