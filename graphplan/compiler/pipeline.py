@@ -293,7 +293,7 @@ class Compiler:
             warned.add(key)
             both = ", or with calls= for both" if self.options.training is None else ""
             warn(
-                f"a call of a new structure ({shapes_text(call)}) is estimated to take {plan.makespan:.2g} "
+                f"a call with other inputs ({shapes_text(call)}) is estimated to take {plan.makespan:.2g} "
                 f"s, or {seconds_with_room(plan):.2g} s if the weights left more memory free. The weights "
                 "were placed for an earlier call: partition the model with an example of this call, on the "
                 f"same device{both}"
