@@ -74,7 +74,7 @@ class SearchParams:
     local_share: float = 0.5
     round_robin_share: float = 0.25
     exchange_effort: float = 0.4
-    restarts: int = 22
+    restarts: int = 15
     sufficient_gap: float = 1e-3
     negligible: float = 0.01
     slot_sizes: int = 4

@@ -51,6 +51,11 @@ class Buffers:
         """(devices,) bytes of all slots."""
         return self.slots * self.nbytes
 
+    @property
+    def key(self) -> tuple[float, ...]:
+        """Number and bytes of the slots of each device."""
+        return (*self.slots.tolist(), *self.nbytes.tolist())
+
 
 @dataclass(frozen=True, slots=True)
 class Prices:

@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 
 from graphplan.ir.schedule import Assignment
-from graphplan.passes.placement.arrays import Arrays, Ints
+from graphplan.passes.placement.arrays import Arrays, Floats, Ints
 from graphplan.passes.placement.bounds.frontier import DpStage, Frontier, frontiers_by_home
 from graphplan.passes.placement.bounds.label_dp import Completion, max_width, search_labels
 from graphplan.passes.placement.bounds.milp import BY_CLASSES, bound_by_classes
@@ -49,6 +49,8 @@ class StreamedSearch:
         guide: frontier of these arrays, to read weights from; it gives no bound.
         coarse: arrays of the coarser problem, which the beams search.
         slot_sizes: sizes of prefetch slots to try, the largest first.
+        activation_needs: frontier, slots and their bytes -> (devices,) bytes that exact peaks need in
+            addition to weights.
     """
 
     problem: Problem
@@ -60,6 +62,7 @@ class StreamedSearch:
     guide: Frontier = field(init=False)
     coarse: Arrays = field(init=False)
     slot_sizes: list[float] = field(init=False)
+    activation_needs: dict[tuple[object, ...], Floats] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._search_on(Arrays.of_search(self.problem))
@@ -289,7 +292,7 @@ class StreamedSearch:
     # -- beams ---------------------------------------------------------------------------------------
 
     def improve(self) -> None:
-        """Search configurations in the order of their bounds, then the best one with a larger width."""
+        """Search configurations in the order of their bounds, then neighbours of the best, then wider."""
         if self.best is None and self.effort.over:
             return  # a bound without a placement is of no use
         with self.effort.fraction(0.25) as sub_effort:
@@ -302,6 +305,8 @@ class StreamedSearch:
                     break
                 best = self._search(configuration, PARAMS.first_width, sub_effort) or best
         if best is not None:
+            with self.effort.fraction(0.3) as sub_effort:
+                best = self._search_neighbours(best, sub_effort)
             with self.effort.fraction(0.8) as sub_effort:
                 self._widen(best, sub_effort)
 
@@ -343,7 +348,11 @@ class StreamedSearch:
 
         Where exact peaks exceed a budget, more is reserved for activations, and prices are recomputed.
         """
-        earlier = self.seconds
+        earlier, requested = self.seconds, relaxation.reserved.activation_bytes
+        configuration = relaxation.frontier, relaxation.reserved.key
+        needed = np.maximum(self.activation_needs.get(configuration, requested), requested)
+        if (needed > requested).any():
+            relaxation = _reserving(relaxation, needed, effort)
         for _ in range(1 + PARAMS.retries):
             width = min(width, max_width(relaxation, effort.visits))
             if width < 1 or effort.late or not relaxation.possible:
@@ -360,8 +369,8 @@ class StreamedSearch:
             for key, over in first.excess.items():
                 d = self.arrays.number[key]
                 needed[d] += over + max(0.0, float(result.completions[0].spare[d]))
-            buffers = replace(relaxation.reserved, activation_bytes=needed)
-            relaxation = _relaxed(relaxation.frontier, relaxation.stages, buffers, effort)
+            self.activation_needs[configuration] = needed
+            relaxation = _reserving(relaxation, needed, effort)
         return relaxation if self.seconds < earlier else None
 
     def _judge(self, relaxation: Relaxation, completion: Completion) -> Evaluation:
@@ -380,6 +389,41 @@ class StreamedSearch:
         }
         slots = {arrays.keys[d]: int(n) for d, n in enumerate(relaxation.reserved.slots) if n}
         return self._evaluate(replace(assign_weights(self.problem, operations, streamed, homes), slots=slots))
+
+    def _search_neighbours(self, best: Relaxation, effort: Effort) -> Relaxation:
+        """Search neighbours: change the buffers of one accelerator at a time, while that helps."""
+        tried = set[tuple[float, ...]]()
+        while (better := self._better_neighbour(best, tried, effort)) is not None:
+            best = better
+        return best
+
+    def _better_neighbour(
+        self, best: Relaxation, tried: set[tuple[float, ...]], effort: Effort
+    ) -> Relaxation | None:
+        """Return the first neighbour, of those not ``tried``, that improves the best placement."""
+        for trial in self._neighbours(best.reserved):
+            if effort.over:
+                return None
+            if trial.key in tried:
+                continue
+            tried.add(trial.key)
+            relaxation = _relaxed(best.frontier, best.stages, trial, effort)
+            if not relaxation.possible or relaxation.bound >= self.seconds * (1 - PARAMS.sufficient_gap):
+                continue
+            better = self._search(relaxation, PARAMS.first_width, effort)
+            if better is not None:
+                return better
+        return None
+
+    def _neighbours(self, buffers: Buffers) -> Iterator[Buffers]:
+        for d in np.flatnonzero(buffers.slots).tolist():
+            limit = self.problem.prefetch_limits.get(self.arrays.keys[d], np.inf)
+            for slots in (1, 2, 3):
+                for size in self.slot_sizes:
+                    if (slots, size) != (buffers.slots[d], buffers.nbytes[d]) and slots * size <= limit:
+                        changed = buffers.slots.copy(), buffers.nbytes.copy()
+                        changed[0][d], changed[1][d] = slots, size
+                        yield replace(buffers, slots=changed[0], nbytes=changed[1])
 
     def _widen(self, best: Relaxation, effort: Effort) -> None:
         """Run wider and wider searches of the best configuration, at better prices."""
@@ -421,6 +465,12 @@ def prove_streamed(arrays: Arrays, incumbent_seconds: float, effort: Effort) -> 
     if lowest is None or not np.isfinite(lowest.bound):
         return bound
     return bound.raised(lowest.bound * (1 - ROUNDING), lowest.proof)
+
+
+def _reserving(relaxation: Relaxation, activation_bytes: Floats, effort: Effort) -> Relaxation:
+    """Return the relaxation of the same configuration with so many (devices,) bytes for activations."""
+    buffers = replace(relaxation.reserved, activation_bytes=activation_bytes)
+    return _relaxed(relaxation.frontier, relaxation.stages, buffers, effort)
 
 
 def _relaxed(frontier: Frontier, stages: list[DpStage], buffers: Buffers, effort: Effort) -> Relaxation:
