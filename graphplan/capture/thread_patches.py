@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -124,8 +125,12 @@ class _ByThread:
 @contextmanager
 def patched(*patches: Patch | Replacement) -> Iterator[None]:
     """Context manager that installs patches for this thread, and removes them in reverse order."""
+    installed = [one if isinstance(one, Patch) else _of_attribute(*one) for one in patches]
+    count = Counter((id(patch.owner), patch.name) for patch in installed)
+    twice = [patch.name for patch in installed if count[id(patch.owner), patch.name] > 1]
+    assert not twice, f"patched twice, so that only the last counts: {twice}"
     with ExitStack() as stack:
-        for patch in [one if isinstance(one, Patch) else _of_attribute(*one) for one in patches]:
+        for patch in installed:
             patch.install(stack)
         yield
 

@@ -117,3 +117,9 @@ def test_failed_patch_restores_earlier_patches() -> None:
 def test_missing_private_name_raises_with_tested_versions() -> None:
     with pytest.raises(GraphplanError, match=r"home._gone is not in torch 2\.\S+; .* with torch 2\.11\.0, 2"):
         private(HOME, "_gone", "torch")
+
+
+def test_two_patches_of_one_attribute_raise() -> None:
+    patch = (HOME, "plus", lambda own: own)
+    with pytest.raises(AssertionError, match="patched twice.*plus"), patched(patch, patch):
+        pass

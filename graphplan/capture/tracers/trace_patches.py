@@ -88,8 +88,11 @@ def exporting(
             *(repeated.patches() if repeated else ()),
             Patch(tracer, "getattr", lambda _tracer, _name, value, _memo: value, tracer.getattr),
             (tracer, "path_of_module", _path_in_model),
-            (tracer, "create_node", functools.partial(_with_source_lines, ends, blocks)),
-            *([] if keep_grad or below_autograd else [(tracer, "create_node", _refusing_transforms)]),
+            (
+                tracer,
+                "create_node",
+                functools.partial(_creating, ends, blocks, transforms=keep_grad or below_autograd),
+            ),
             (*mask_reader(), lambda _: _is_declared_causal),
             *((module, name, _refusing) for module in (torch, torch.random) for name in _SEED_FUNCTIONS),
             *((nn.functional, name, _lazy_dropout) for name in _DROPOUTS),
@@ -211,17 +214,6 @@ TRANSFORMS = frozenset({"_add_batch_dim", "_enter_dual_level", "_make_dual"})
 """Functions by which a trace enters ``vmap`` and forward AD. Targets of other nodes may have no name."""
 
 
-def _refusing_transforms(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``create_node`` that requires another trace where a transform of ``torch.func`` begins."""
-
-    def create_node(tracer: Any, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(target, "__name__", "") in TRANSFORMS:
-            raise BelowAutogradError("forward calls torch.vmap or torch.func.jvp")
-        return original(tracer, kind, target, *args, **kwargs)
-
-    return create_node
-
-
 class BelowAutogradError(BaseException):
     """``forward`` computes gradients or calls a transform, whose operations only a trace below autograd sees.
 
@@ -275,14 +267,21 @@ def _calling(
     return call_module
 
 
-def _with_source_lines(ends: float, blocks: list[Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a ``create_node`` that records autocast blocks, and one line of code instead of the stack."""
+def _creating(
+    ends: float, blocks: list[Any], original: Callable[..., Any], *, transforms: bool
+) -> Callable[..., Any]:
+    """Return a ``create_node`` that records autocast blocks, and one line of code instead of the stack.
 
-    def create_node(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+    Unless ``transforms`` are allowed, another trace is required where one of ``torch.func`` begins.
+    """
+
+    def create_node(tracer: Any, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
         if time.thread_time() > ends:
             raise CaptureError(f"a trace in which all sizes vary takes more than {_MAX_SECONDS:.0f} seconds")
+        if not transforms and getattr(target, "__name__", "") in TRANSFORMS:
+            raise BelowAutogradError("forward calls torch.vmap or torch.func.jvp")
         tracer.record_stack_traces = False
-        node = original(tracer, *args, **kwargs)
+        node = original(tracer, kind, target, *args, **kwargs)
         if node.op == "call_function":
             node.meta["stack_trace"] = calling_line()
             if blocks:
