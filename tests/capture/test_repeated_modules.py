@@ -853,6 +853,7 @@ def test_negative_zero_is_distinguished(copies: list[str]) -> None:
     assert lines(captured(model, x).graph) == lines(traced_whole(model, x).graph)
 
 
+@pytest.mark.slow
 def test_cache_call_in_other_modes_is_traced(copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy would call the cache in the modes of the block."""
     model, inputs = _small_llama(), {"input_ids": torch.ones(1, 2, dtype=torch.long)}

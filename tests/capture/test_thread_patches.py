@@ -121,5 +121,5 @@ def test_missing_private_name_raises_with_tested_versions() -> None:
 
 def test_two_patches_of_one_attribute_raise() -> None:
     patch = (HOME, "plus", lambda own: own)
-    with pytest.raises(AssertionError, match="patched twice.*plus"), patched(patch, patch):
+    with pytest.raises(AssertionError, match=r"patched twice.*plus"), patched(patch, patch):
         pass

@@ -357,9 +357,8 @@ def test_accelerate_runs_our_maps(stem: str) -> None:
         assert largest_difference(run_there(placed, on_sim), expected) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "stem", ["ViT", *(pytest.param(s, marks=pytest.mark.slow) for s in ("GPT2", "Llama", "T5"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", ["ViT", "GPT2", "Llama", "T5"])
 @pytest.mark.full_search
 def test_plan_device_map_works_in_dispatch_and_from_pretrained(
     stem: str, tmp_path: Any, monkeypatch: Any

@@ -342,6 +342,7 @@ def check_routes(placed: Any) -> None:
     assert all(program.signature.prepared is None for program in programs)
 
 
+@pytest.mark.slow
 def test_requested_attention_weights_are_traced_once_for_all_lengths(
     recwarn: pytest.WarningsRecorder,
 ) -> None:

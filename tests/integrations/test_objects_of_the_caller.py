@@ -235,10 +235,9 @@ def test_hidden_states_are_once_in_each_graph() -> None:
             assert largest_difference(found, expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*does not support it:graphplan.GraphplanWarning")
-@pytest.mark.parametrize(
-    "more", [{"return_dict": False}, pytest.param({"labels": IDS[:, :3]}, marks=pytest.mark.slow)], ids=list
-)
+@pytest.mark.parametrize("more", [{"return_dict": False}, {"labels": IDS[:, :3]}], ids=list)
 def test_cache_is_extended_by_calls_the_exporter_refuses(more: dict[str, Any]) -> None:
     model = llama()
     with graphplan.simulate(ROOM) as machine, torch.no_grad():

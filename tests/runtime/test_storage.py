@@ -254,7 +254,7 @@ class Writing(nn.Module):
 @pytest.mark.parametrize(
     "budgets",
     [
-        {0: 21035, 1: 10517, "cpu": 21035},
+        pytest.param({0: 21035, 1: 10517, "cpu": 21035}, marks=pytest.mark.slow),
         {0: 23226, 1: 23226},
         {0: 24979, 1: 12489, "cpu": 15119},
     ],

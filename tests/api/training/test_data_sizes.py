@@ -77,7 +77,7 @@ CALLS = ((4, 12, 0.5), (4, 12, 1.0), (4, 12, 0.0), (3, 10, 0.3))
 
 @pytest.mark.parametrize(
     ("make", "configuration"),
-    [(Routed, 0), pytest.param(Routed, 2, marks=pytest.mark.slow), (Unpadded, 1)],
+    [*(pytest.param(Routed, n, marks=pytest.mark.slow) for n in (0, 2)), (Unpadded, 1)],
     ids=["half", "two accelerators", "unpadded"],
 )
 def test_data_dependent_sizes_are_traced_in_training(make: Any, configuration: int) -> None:

@@ -77,6 +77,7 @@ def test_loss_type_set_in_forward_is_traced_once(
     assert caplog.text.count("capturing another graph") == 1
 
 
+@pytest.mark.slow
 def test_future_values_are_traced_for_all_batches(
     recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
