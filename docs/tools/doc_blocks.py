@@ -7,16 +7,17 @@ run. A block below ``<!-- no-run -->`` is skipped.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import chdir, redirect_stdout
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings
 
 _FENCE = re.compile(
     r"^(?P<left><!-- no-run -->\n)?```(?P<language>[^\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -77,21 +78,38 @@ def _bash(block: Block, folder: Path) -> str:
 
 
 def command(words: list[str], folder: Path) -> str:
-    """Return what the command ``graphplan`` prints.
+    """Return what the command ``graphplan`` prints; it runs in this process, which has torch loaded.
 
     Raises:
         RuntimeError: its exit code is not 0.
     """
-    root = str(Path(__file__).parents[2])
-    environment = {"PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "graphplan", *words],
-        cwd=folder,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"graphplan {shlex.join(words)} ended with {done.returncode}: {done.stderr}")
-    return done.stdout
+    from graphplan.__main__ import main  # the CLI is an optional extra
+
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with _restored_process(["graphplan", *words], folder), redirect_stdout(out), redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    if code:
+        raise RuntimeError(f"graphplan {shlex.join(words)} ended with {code}: {err.getvalue()}")
+    return out.getvalue()
+
+
+@contextmanager
+def _restored_process(words: list[str], folder: Path) -> Iterator[None]:
+    """Context manager that restores the state of this process after a command has changed it."""
+    loaded, environment, argv = set(sys.modules), dict(os.environ), sys.argv
+    os.environ.update({"HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1"})
+    sys.argv = words
+    try:
+        with chdir(folder), catch_warnings():
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        sys.argv = argv
+        os.environ.clear()
+        os.environ.update(environment)
+        for name in set(sys.modules) - loaded:  # the next page may have a module of that name
+            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder.resolve())):
+                del sys.modules[name]
