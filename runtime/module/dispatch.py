@@ -6,8 +6,10 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from graphplan.capture.changes.assigned_state import KeptStateError
@@ -55,7 +57,8 @@ _MANY_BRANCHES = (
     "tensors, not on a number read from one: self.count > 100 has two results, int(self.count) > 100 has "
     "many. Resize images to a few sizes"
 )
-_ROUTES = 256  # that are remembered
+_ROUTES = 16  # that are remembered
+_SIZES = 4096  # the most keys of ``routes_by_size``
 
 
 @dataclass(slots=True)
@@ -81,6 +84,12 @@ class CallRequest:
         if self._bound is None:
             self._bound = bind_call(self.signature, self.args, self.kwargs, self.entry)
         return self._bound
+
+    def sizes(self) -> tuple[Any, ...]:
+        """Return a key that tells most calls apart: the sizes of tensors, the types of other arguments."""
+        values = (*self.args, *self.kwargs.values()) if self.kwargs else self.args
+        sizes = [value.shape if isinstance(value, torch.Tensor) else type(value) for value in values]
+        return self.entry, *self.kwargs, *sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,28 +161,36 @@ class _ProgramSearch:
 
     def find_program(self) -> Served | ServedByModules:
         """Return the call for a program: by a cached route, else by its structure, else for a new one."""
-        state, request = self.state, self.request
-        for cached in state.routes:
+        state, request, sizes = self.state, self.request, self.request.sizes()
+        likely = state.routes_by_size.get(sizes, ())
+        for cached in likely:
             served = self.routed(cached)
             if served is not None:
                 return served
-        index = self._find_or_capture()
+        for cached in state.routes:
+            served = self.routed(cached)
+            if served is not None:
+                _remember(state, sizes, cached)
+                return served
+        index = self._find_or_capture([cached.index for cached in likely])
         if not isinstance(index, int):
             return index
         program = state.programs[index]
         route = find_route(request.signature, program.signature, request.args, request.kwargs)
+        new = CachedRoute(route, index, () if route is None else self._positions(program.changed_names))
         if route is not None:
-            new = CachedRoute(route, index, self._positions(program.changed_names))
             order = list(_smallest_first(state))
             routes = [new, *state.routes[: _ROUTES - 1]]
             state.routes = sorted(routes, key=lambda cached: order.index(cached.index))
+        if route is not None or all(cached.index != index for cached in likely):
+            _remember(state, sizes, new)
         changed = {name: request.call.kwargs[name] for name in program.changed_names}
         return Served(index, program.signature.traced(request.call).leaves, changed)
 
     def routed(self, cached: CachedRoute) -> Served | None:
         """Return the call for the program of a cached route; None if the call does not match it."""
         program, request = self.state.programs[cached.index], self.request
-        if program.entry != request.entry or program.modes != self.modes:
+        if cached.route is None or program.entry != request.entry or program.modes != self.modes:
             return None
         leaves = cached.route.leaves(request.args, request.kwargs, program.host)
         if leaves is None or not program.accepts(leaves, self.module):
@@ -198,8 +215,8 @@ class _ProgramSearch:
         known = calls.add(call, self.modes, keeps_grad=keeps_grad, while_hooked=while_hooked)
         return ServedByModules(call, known)
 
-    def _find_or_capture(self) -> int | ServedByModules:
-        found = self._find()
+    def _find_or_capture(self, likely: Sequence[int]) -> int | ServedByModules:
+        found = self._find(likely)
         if found is not None:
             return found
         with CAPTURE_LOCK:
@@ -214,9 +231,9 @@ class _ProgramSearch:
                 raise PlaceAgain
             return self._capture()
 
-    def _find(self) -> int | ServedByModules | None:
+    def _find(self, likely: Sequence[int] = ()) -> int | ServedByModules | None:
         call, device = self.request.call, self.request.call.device
-        for index in _smallest_first(self.state):
+        for index in chain(likely, _smallest_first(self.state)):
             program = self.state.programs[index]
             fits = self._is_like(program) and device in (None, program.host)
             if (
@@ -290,6 +307,13 @@ class _ProgramSearch:
         """Return (name, its position, or its keyword) of each of these arguments."""
         order = list(self.request.signature.parameters)
         return tuple((n, n if n in self.request.kwargs else order.index(n)) for n in names)
+
+
+def _remember(state: ModuleState, sizes: tuple[Any, ...], cached: CachedRoute) -> None:
+    """Let calls of these sizes try this route first."""
+    if len(state.routes_by_size) >= _SIZES:
+        state.routes_by_size = {}
+    state.routes_by_size[sizes] = (cached, *state.routes_by_size.get(sizes, ())[: _ROUTES - 1])
 
 
 def _smallest_first(state: ModuleState) -> Iterator[int]:

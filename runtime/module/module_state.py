@@ -122,7 +122,7 @@ class Code:
 class CachedRoute:
     """The program, by its index, for calls of one structure, and the route of their arguments to it."""
 
-    route: Route
+    route: Route | None  # None: such calls are bound and flattened
     index: int
     changed_arguments: tuple[tuple[str, int | str], ...]  # (name, position or keyword) of each
 
@@ -179,6 +179,7 @@ class ModuleState:
     values: Mapping[str, torch.Tensor] | None = field(default=None, init=False)
     codes: dict[int, Code] = field(default_factory=dict, init=False)
     routes: list[CachedRoute] = field(default_factory=list, init=False)
+    routes_by_size: dict[tuple[Any, ...], tuple[CachedRoute, ...]] = field(default_factory=dict, init=False)
     reader: ModeReader | None = field(default=None, init=False)
     guard: ModuleGuard | None = field(default=None, init=False)
     streams: ModuleStreams = field(default_factory=ModuleStreams, init=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import warnings
 import weakref
 from typing import Any
 
@@ -320,7 +321,26 @@ def test_small_calls_use_the_first_plan_after_large_ones() -> None:
             gc.enable()
         _, small, large = placed.plans
         assert small.makespan < large.makespan
-        assert [route.index for route in placed._graphplan.routes] == [0, 1, 2]
+        routes = placed._graphplan.routes_by_size.values()
+        assert [[route.index for route in known] for known in routes] == [[0], [1], [2], [1]]
+
+
+def test_many_sizes_are_routed_at_the_first_attempt(monkeypatch: Any) -> None:
+    model = nn.Linear(4, 4).eval()
+    inputs = [torch.ones(size, 4) for size in range(1, 41)]
+    with graphplan.simulate({0: 1 << 20}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        placed: Any = graphplan.partition(model, {0: 1 << 20}, (inputs[0],))
+        for x in inputs:
+            placed(x)
+        tried: list[int] = []
+        routed = dispatch._ProgramSearch.routed
+        monkeypatch.setattr(
+            dispatch._ProgramSearch, "routed", lambda own, known: tried.append(0) or routed(own, known)
+        )
+        for x in inputs:
+            assert largest_difference(placed(x), model(x)) < 1e-6
+    assert len(tried) == len(inputs)
 
 
 @pytest.mark.parametrize("streams", [False, True])
