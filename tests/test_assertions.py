@@ -5,9 +5,11 @@ PYTEST_DONT_REWRITE: those below are to be Python's own.
 
 from __future__ import annotations
 
+import linecache
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -115,6 +117,9 @@ class Asked:
         self.wanted.append(truth_that_passes(sys._getframe(1)))
         return self.truth
 
+    def itself(self) -> Asked:
+        return self
+
 
 def test_each_assertion_form_asks_for_truth() -> None:
     true, false = Asked(True), Asked(False)
@@ -133,3 +138,46 @@ def test_each_assertion_form_asks_for_truth() -> None:
     assert false or not true or value
     assert true.wanted == [True, True, True, None, None, False]
     assert false.wanted == [False, False, None, None, None, True, True]
+
+
+def test_operands_of_every_form_are_found() -> None:
+    true, false = Asked(True), Asked(False)
+    # fmt: off
+    assert (
+        true
+        .itself()
+    )
+    # fmt: on
+    assert true if X.dim() else false
+    assert not (true if X.numel() == 0 else false)
+    assert (one := true)
+    assert not (other := false)
+    assert true.wanted == [True, True, True]
+    assert false.wanted == [False, False]
+    assert (one, other) == (true, false)
+
+
+class Equal(Asked):
+    """Is its own result of a comparison, as a tensor's is another tensor."""
+
+    def __eq__(self, other: object) -> Any:
+        return self
+
+    __hash__ = None
+
+
+def test_comparisons_of_items_are_no_operands() -> None:
+    false = Equal(False)
+    assert 1 not in [false]
+    assert false.wanted == [None]
+
+
+def test_operand_of_a_long_assertion_is_found() -> None:
+    """The jump over the message is longer than one instruction can tell."""
+    source = f"def check(value):\n    assert value, [{'value, ' * 300}]\n"
+    linecache.cache["<long>"] = len(source), None, source.splitlines(keepends=True), "<long>"
+    namespace = dict[str, Any]()
+    exec(compile(source, "<long>", "exec"), namespace)
+    true = Asked(True)
+    namespace["check"](true)
+    assert true.wanted == [True]

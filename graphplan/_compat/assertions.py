@@ -26,6 +26,8 @@ from graphplan._compat import Replacement
 Position = tuple[int | None, ...]
 """First and last line, first and last column."""
 
+_JUMPS = {*dis.hasjrel, dis.EXTENDED_ARG}
+
 
 def passed_assertions() -> list[Replacement]:
     """Return the patches that make assertions on tensor values hold in a trace."""
@@ -45,7 +47,7 @@ def _true_for(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
 def truth_that_passes(frame: FrameType) -> bool | None:
     """Return the truth value that makes the frame's current assertion hold; None if it is at no assertion."""
     code, index = frame.f_code, frame.f_lasti // 2
-    if code.co_code[frame.f_lasti] in dis.hasjrel:  # a jump on the operand, which the instruction before ends
+    while code.co_code[2 * index] in _JUMPS:  # a jump on the operand, which the instruction before ends
         index -= 1
     operands = _asserted("".join(linecache.getlines(code.co_filename, frame.f_globals)))
     return operands.get(next(islice(code.co_positions(), index, None)))
@@ -65,8 +67,20 @@ def _asserted(source: str) -> Mapping[Position, bool]:
 def _operands(test: ast.expr, *, truth: bool = True) -> Iterator[tuple[Position, bool]]:
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         yield from _operands(test.operand, truth=not truth)
-    elif isinstance(test, ast.BoolOp):
-        for value in test.values:
+    elif isinstance(test, ast.BoolOp | ast.IfExp):
+        for value in test.values if isinstance(test, ast.BoolOp) else (test.body, test.orelse):
             yield from _operands(value, truth=truth)
-    else:
-        yield (test.lineno, test.end_lineno, test.col_offset, test.end_col_offset), truth
+    elif not (isinstance(test, ast.Compare) and any(isinstance(op, ast.In | ast.NotIn) for op in test.ops)):
+        # "in" asks the items, where True need not make it hold
+        yield _position(test), truth
+        if isinstance(test, ast.NamedExpr):  # Python 3.11 and 3.12 jump after the name is assigned
+            yield _position(test.target), truth
+        if isinstance(test, ast.Call) and isinstance(method := test.func, ast.Attribute):
+            # its position starts at the method's name, if that is on another line than the object's start
+            assert method.end_col_offset is not None
+            start = method.end_col_offset - len(method.attr.encode())
+            yield (method.end_lineno, test.end_lineno, start, test.end_col_offset), truth
+
+
+def _position(node: ast.expr) -> Position:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset

@@ -16,7 +16,7 @@ from torch.nn import functional
 from versions import needs
 
 import graphplan
-from graphplan.capture.sizes.dynamic_axes import BATCH, LENGTH, text_roles
+from graphplan.capture.sizes.dynamic_axes import BATCH, LENGTH, SIZE, text_roles
 from graphplan.capture.tracers import trace_patches
 
 Args = tuple[Any, ...]
@@ -493,6 +493,12 @@ def test_dynamic_axes_of_text_model_arguments(
     name: str, shape: tuple[int, ...], roles: dict[int, str]
 ) -> None:
     assert text_roles(name, torch.zeros(shape), 2) == roles
+
+
+def test_sizes_of_a_text_model_without_batch_vary() -> None:
+    assert text_roles("values", torch.zeros(5), None, sizes=True) == {0: SIZE}
+    assert text_roles("cache_position", torch.zeros(5), None) == {}
+    assert text_roles("cache_position", torch.zeros(()), 2) == {}
 
 
 def test_batches_of_images_share_a_trace(caplog: pytest.LogCaptureFixture) -> None:

@@ -275,6 +275,14 @@ def test_changed_model_code_or_data_is_retraced(name: str, sources: Sources, exp
     assert exports.during(lambda: runs_as_eager(model, sources.folder))[0] == 0
 
 
+def test_a_global_with_the_name_of_an_attribute_does_not_count(sources: Sources, exports: Counter) -> None:
+    for count, unrelated in ((1, torch.ones(2)), (0, torch.zeros(2)), (0, torch.Generator())):
+        module = sources.load()
+        module.plain = unrelated  # forward reads self.plain
+        model = module.Block().eval()
+        assert exports.during(lambda model=model: planned(model, sources.folder))[0] == count
+
+
 PACKAGE = {
     "__init__": "",
     "model": "from torch import nn\nfrom package_of_saved.helper import f\nTABLE = {'g': abs}\n"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
-from graphplan.capture.changes.model_functions import names_in
+from graphplan.capture.changes.model_functions import codes_in
 from graphplan.capture.source_lines import PACKAGE_FOLDERS, STANDARD_LIBRARY, is_of_versions
 
 
@@ -61,7 +62,13 @@ def code_parts(code: types.CodeType) -> Iterator[object]:
 
 def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the (name, value) of globals that a function reads, and of their attributes in user modules."""
-    names = sorted(names_in(function))
+    names, attributes = dict[str, None](), dict[str, None]()
+    for code in codes_in(function.__code__):
+        for instruction in dis.get_instructions(code):
+            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                names[str(instruction.argval)] = None
+            elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                attributes[str(instruction.argval)] = None
     for name in names:
         if name in function.__globals__:
             value = function.__globals__[name]
@@ -69,4 +76,4 @@ def globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             file = file_of_module(value)
             if file and not is_of_versions(file):
                 namespace = vars(value)
-                yield from ((f"{name}.{one}", namespace[one]) for one in names if one in namespace)
+                yield from ((f"{name}.{one}", namespace[one]) for one in attributes if one in namespace)

@@ -26,10 +26,16 @@ _STATES = re.compile(r"(embeds|encoder_outputs|hidden_states?)$")
 
 def text_roles(name: str, leaf: Any, batch: int | None, *, sizes: bool = False) -> Roles:
     """Return the dynamic axes of an argument of a transformers model; those of other sizes if ``sizes``."""
-    if not isinstance(leaf, torch.Tensor) or batch is None:
+    if not isinstance(leaf, torch.Tensor) or not leaf.dim():
         return {}
-    labels = _LABELS.search(name) is not None
     roles = dict.fromkeys(range(leaf.dim() if sizes else 0), SIZE)
+    if batch is not None:
+        roles |= _text_axes(name, leaf, batch)
+    return {axis: role for axis, role in roles.items() if role == BATCH or leaf.shape[axis] != 1}
+
+
+def _text_axes(name: str, leaf: torch.Tensor, batch: int) -> dict[int, str]:
+    labels, roles = _LABELS.search(name) is not None, dict[int, str]()
     if leaf.dim() >= (1 if labels else 2) and leaf.shape[0] == batch:
         roles[0] = BATCH
     if (_TOKENS.search(name) or labels) and leaf.dim() == 2:
@@ -40,7 +46,7 @@ def text_roles(name: str, leaf: Any, batch: int | None, *, sizes: bool = False) 
         roles[1] = LENGTH
     elif name == "cache_position":
         roles[0] = LENGTH
-    return {axis: role for axis, role in roles.items() if role == BATCH or leaf.shape[axis] != 1}
+    return roles
 
 
 def plain_roles(leaves: Sequence[Any], *, sizes: bool, ones: bool) -> list[Roles]:
