@@ -500,6 +500,32 @@ def test_constants_that_the_exporter_refuses_are_traced() -> None:
     assert len(placed.plans) == 5  # one for each dtype and number
 
 
+def test_constants_beside_declared_sizes_are_traced() -> None:
+    class Cast(nn.Module):
+        def forward(self, x: torch.Tensor, dtype: torch.dtype, others: list[Any]) -> torch.Tensor:
+            return x.to(dtype) * len(others)
+
+    x, others = torch.randn(3, 4), [torch.float16, range(3)]
+    shapes = {"x": {0: torch.export.Dim("rows", min=2)}, "dtype": None, "others": [None, None]}
+    given = x, torch.float64, others
+    placed = graphplan.partition(Cast(), {"cpu": "1GiB"}, given, dynamic_shapes=shapes, strict=True)
+    for rows in (3, 2):
+        assert torch.equal(placed(x[:rows], torch.float64, others), x[:rows].double() * 2)
+
+
+def test_operations_with_complex_numbers_are_traced() -> None:
+    class Rotated(nn.Module):
+        def forward(self, x: torch.Tensor, z: complex) -> list[torch.Tensor]:
+            return [torch.exp(x * 1j), x + z, 1j - x, x / z]
+
+    model, x = Rotated(), torch.randn(3, 4)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (x, 2j), strict=True)
+    for rows in (3, 2):
+        for ours, eager in zip(placed(x[:rows], 2j), model(x[:rows], 2j), strict=True):
+            assert ours.dtype == eager.dtype
+            assert torch.allclose(ours, eager)
+
+
 class Mode(enum.Enum):
     TEXT = "text"
     IMAGE = "image"

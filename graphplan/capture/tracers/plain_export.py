@@ -28,7 +28,7 @@ from graphplan.capture.model_methods import pure_method, with_forward
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf
 from graphplan.capture.sizes.dynamic_axes import SIZE, Roles, conditions, plain_roles, shapes_for
 from graphplan.capture.sizes.dynamic_sizes import values_of
-from graphplan.capture.structure import leaves_of
+from graphplan.capture.structure import CONTAINERS, leaves_of, node_of_class
 from graphplan.capture.thread_patches import patched
 from graphplan.capture.tracers.export_loop import export
 from graphplan.capture.tracers.exported_program import from_program
@@ -59,6 +59,7 @@ def export_declared(
     """
     shapes = _by_name(model_copy, call, dynamic_shapes)
     _require_in_range(call, shapes)
+    shapes = _with_constants(call.args if isinstance(shapes, tuple) else dict(call.kwargs), shapes)
     return from_program(_export(model_copy, call, shapes, keep_grad=keep_grad), call, model_copy)
 
 
@@ -179,6 +180,17 @@ def _by_name(model_copy: ModelCopy, call: BoundCall, dynamic_shapes: Any) -> Any
         )
     shapes = dict(zip(names, dynamic_shapes, strict=False))
     return {name: shapes.get(name) for name in call.kwargs}
+
+
+def _with_constants(value: Any, shapes: Any) -> Any:
+    """Return ``shapes`` with empty lists for dtypes and other constants, which torch flattens."""
+    if isinstance(value, dict) and isinstance(shapes, dict):
+        return {name: _with_constants(value.get(name), one) for name, one in shapes.items()}
+    is_sequence = type(value) in (list, tuple) and type(shapes) in (list, tuple)
+    if is_sequence and len(value) == len(shapes):  # else torch names the mismatch
+        return type(shapes)(map(_with_constants, value, shapes))
+    is_node = node_of_class(type(value)) is not None and not isinstance(value, CONTAINERS)
+    return [] if shapes is None and is_node and not leaves_of(value) else shapes
 
 
 def _require_in_range(call: BoundCall, shapes: Any) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from graphplan._compat.assertions import passed_assertions
 from graphplan._compat.export import assignment_hook, export_tracer, graph_maker, paths_of
@@ -104,11 +105,21 @@ def exporting(
                 functools.partial(_checked_backward, keep_grad=keep_grad, below_autograd=below_autograd),
             ),
             *([(*graph_maker(), _tracing_below)] if below_autograd else ()),
+            (pytree, "arg_tree_leaves", _with_complex_numbers),
             *replaced,
         ),
         on_any_device() if below_autograd else nullcontext(),
     ):
         yield
+
+
+def _with_complex_numbers(_original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an ``arg_tree_leaves`` with complex numbers, by which torch finds the dtype of ``x * 1j``."""
+
+    def arg_tree_leaves(*args: Any, **kwargs: Any) -> list[Any]:
+        return pytree.tree_leaves((args, kwargs), is_leaf=lambda part: isinstance(part, complex))
+
+    return arg_tree_leaves
 
 
 def _tracing_below(original: Callable[..., Any]) -> Callable[..., Any]:
