@@ -134,12 +134,13 @@ class Compiler:
         aheads: Sequence[float] | None = None,
         *,
         caller_retries: bool = False,
+        advise: bool = True,
     ) -> Planned:
         """Capture, annotate and place a call, for larger sizes if the options say so.
 
         ``aheads`` are as for captures, tried in order until there is room. By default a first call is planned
         for its own sizes, a later one for larger sizes if there is room, and if the plan is fast or sizes
-        grow by steps. ``caller_retries`` is as in :class:`Limits`.
+        grow by steps. ``caller_retries`` and ``advise`` are as in :class:`Limits`.
         """
         placed = self.homes is not None
         *larger, last = aheads or ((*AHEAD, 0.0) if placed else (0.0,))
@@ -153,7 +154,7 @@ class Compiler:
         if caller_retries and self.committed.lacks_room(annotator.capture):
             raise InfeasibleError(f"there is no room for these inputs: {shapes_text(call)}")
         try:
-            planned = self._place_alone(annotator, call, caller_retries=caller_retries)
+            planned = self._place_alone(annotator, call, caller_retries=caller_retries, advise=advise)
         except InfeasibleError as error:
             if plan_ahead is not None:
                 return plan_ahead
@@ -189,9 +190,12 @@ class Compiler:
                     break
         return best
 
-    def _place_alone(self, annotator: Annotator, call: BoundCall, *, caller_retries: bool) -> Planned:
+    def _place_alone(
+        self, annotator: Annotator, call: BoundCall, *, caller_retries: bool, advise: bool = True
+    ) -> Planned:
         """Place a call by itself; remember its sizes if there is no room for them."""
-        limits = replace(Limits.within(self.options.time_limit), caller_retries=caller_retries)
+        limits = Limits.within(self.options.time_limit)
+        limits = replace(limits, caller_retries=caller_retries, advises=advise)
         try:
             return self._place([Member(annotator, call)], limits)[0]
         except InfeasibleError as error:

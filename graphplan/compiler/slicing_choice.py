@@ -140,7 +140,8 @@ def _with_hint(state: CompileState, error: InfeasibleError) -> InfeasibleError:
     topology, options = formulation.topology, formulation.options
     offloads = options.constraints.offload
     helps = bool(topology.accelerators) and not (offloads and topology.cpu is not None)
-    if not helps or state.limits.caller_retries or not error.needed:
+    gives_hint = state.limits.advises and not state.limits.caller_retries
+    if not helps or not gives_hint or not error.needed:
         return error
     if topology.cpu is None:
         nbytes = sum(needed for key, needed in error.needed.items() if key != DISK)

@@ -57,7 +57,8 @@ def place(
         return _search_further(solution, problem, limits)
     # the search proves nothing: a placement for larger budgets may fit the given ones
     effort = Limits(limits.deadline).work(len(problem.graph.operations), PARAMS.advice_effort)
-    advice = smallest_budgets(problem, effort, probe, closely=not limits.caller_retries)
+    closely = limits.advises and not limits.caller_retries
+    advice = smallest_budgets(problem, effort, probe, closely=closely)
     if advice is not None:
         evaluation = evaluate(problem, advice.evaluation.assignment)
         if evaluation.feasible:

@@ -167,7 +167,8 @@ class Limits:
             does not depend on the clock.
         effort: multiple of the default work.
         proves: whether to compute a bound; if not, the search ends with a good placement.
-        advises: whether to search for budgets that an error names, for several passes or with a disk.
+        advises: whether to search for budgets that an error names, for several passes or with a disk; if
+            not, those of other errors may be rough.
         caller_retries: whether the caller tries again if nothing is found; an error's budgets may be rough.
     """
 

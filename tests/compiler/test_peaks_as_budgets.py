@@ -88,6 +88,14 @@ def test_peaks_of_sliced_streamed_weights_are_placed_again() -> None:
         planned(model, dict(plan.peak_bytes), x)
 
 
+@pytest.mark.slow
+def test_sliced_streamed_weights_are_placed_in_tight_budgets_of_a_machine() -> None:
+    """Regression: a stage was refused before slicings were searched in whole."""
+    model, x = Layers([64, 64, 64, 8]), torch.ones(8, 64)
+    plan = graphplan.plan(model, args=(x,), machines=[{0: 17920, "cpu": 36400}])
+    assert plan.stages[0].plan.parts
+
+
 @pytest.mark.full_search
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.slow] * (n != 14)) for n in range(32)])
 def test_peaks_of_random_models_are_placed_again(seed: int) -> None:

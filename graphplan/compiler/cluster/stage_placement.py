@@ -80,7 +80,7 @@ class StagePlacement:
         if left is not None:
             options = replace(options, time_limit=max(left * PARAMS.time_share, _LEAST))
         compiler = source.compiler(self._topology(stretch), options)
-        return compiler.plan(source.example(), caller_retries=True).plan
+        return compiler.plan(source.example(), advise=False).plan
 
     def _options(self, stretch: Stretch) -> Options:
         return in_pipeline(self.options, stretch.kept_microbatches, self._shared(stretch))
