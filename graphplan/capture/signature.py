@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import inspect
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
@@ -150,7 +151,7 @@ def bind_call(
         elif not _is_default(value, parameter.default):
             named[name] = value
     leaves, spec = flatten((tuple(positional), named))
-    if any(dataclasses.is_dataclass(leaf) or isinstance(leaf, UserDict) for leaf in leaves):
+    if any(dataclasses.is_dataclass(leaf) or isinstance(leaf, UserDict | enum.Enum) for leaf in leaves):
         register_containers(leaves)
         leaves, spec = flatten((tuple(positional), named))
     return BoundCall(tuple(positional), named, tuple(leaves), spec, entry)

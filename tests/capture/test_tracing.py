@@ -500,6 +500,20 @@ def test_constants_that_the_exporter_refuses_are_traced() -> None:
     assert len(placed.plans) == 5  # one for each dtype and number
 
 
+def test_an_enum_of_the_first_call_is_traced() -> None:
+    class Read(enum.Enum):
+        TWICE = 2
+
+    class Times(nn.Module):
+        def forward(self, x: torch.Tensor, times: Read | None = None) -> torch.Tensor:
+            return x * (1 if times is None else times.value)
+
+    x = torch.randn(3, 4)
+    placed = graphplan.partition(Times(), {"cpu": "1GiB"}, (x, Read.TWICE), strict=True)
+    assert torch.equal(placed(x[:2], Read.TWICE), x[:2] * 2)
+    assert len(placed.plans) == 1
+
+
 def test_constants_beside_declared_sizes_are_traced() -> None:
     class Cast(nn.Module):
         def forward(self, x: torch.Tensor, dtype: torch.dtype, others: list[Any]) -> torch.Tensor:
