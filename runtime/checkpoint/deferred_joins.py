@@ -54,8 +54,10 @@ class DeferredJoins(TorchDispatchMode):
         if func in _JOINS:
             self._joined[id(result)] = result, *_JOINS[func](*args)
         else:
-            of_joined = any(id(leaf) in self._joined for leaf in pytree.tree_leaves((args, kwargs)))
-            self.computes |= of_joined or not func.is_view or func is aten.view.dtype
+            read = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            dtypes = {tensor.dtype for tensor in (*read, *pytree.tree_leaves(result))}
+            of_joined = any(id(tensor) in self._joined for tensor in read)
+            self.computes |= of_joined or not func.is_view or len(dtypes) > 1
         return result
 
     def reads(self, value: torch.Tensor, target: torch.Tensor, progress: Progress) -> Iterator[Read]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
 from typing import Any
@@ -426,6 +427,13 @@ def test_conversions_beyond_joins_are_computed(make: Any, tmp_path: Path) -> Non
     target = torch.zeros(6, 4)
     source.read({"weight": target}, lambda _: None)
     assert torch.equal(target, make(*tensors).to(target.dtype))
+
+
+def test_views_of_complex_numbers_as_real_are_computed(tmp_path: Path) -> None:
+    files, _ = two_tensors(tmp_path)
+    with DeferredJoins([replace(files[0], dtype=torch.complex64)]) as deferred:
+        torch.view_as_real(deferred.tensors[0])
+    assert deferred.computes
 
 
 # -- memory -----------------------------------------------------------------------------------------------
