@@ -89,7 +89,7 @@ def test_peaks_of_sliced_streamed_weights_are_placed_again() -> None:
 
 
 @pytest.mark.slow
-def test_sliced_streamed_weights_are_placed_in_tight_budgets_of_a_machine() -> None:
+def test_sliced_streamed_weights_fit_one_tight_machine() -> None:
     """Regression: a stage was refused before slicings were searched in whole."""
     model, x = Layers([64, 64, 64, 8]), torch.ones(8, 64)
     plan = graphplan.plan(model, args=(x,), machines=[{0: 17920, "cpu": 36400}])

@@ -275,7 +275,7 @@ def test_changed_model_code_or_data_is_retraced(name: str, sources: Sources, exp
     assert exports.during(lambda: runs_as_eager(model, sources.folder))[0] == 0
 
 
-def test_a_global_with_the_name_of_an_attribute_does_not_count(sources: Sources, exports: Counter) -> None:
+def test_global_named_like_an_attribute_does_not_count(sources: Sources, exports: Counter) -> None:
     for count, unrelated in ((1, torch.ones(2)), (0, torch.zeros(2)), (0, torch.Generator())):
         module = sources.load()
         module.plain = unrelated  # forward reads self.plain
