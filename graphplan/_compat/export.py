@@ -10,6 +10,7 @@ from torch._export.passes import _node_metadata_hook as node_metadata_hook
 from torch.export import _trace as export_trace
 from torch.export import dynamic_shapes
 from torch.fx.experimental import proxy_tensor
+from torch.utils import _pytree as pytree
 
 from graphplan._compat import patch_target, private
 
@@ -38,6 +39,11 @@ def assignment_hook() -> tuple[Any, str]:
 def graph_maker() -> tuple[Any, str]:
     """Return the patch target for ``make_fx`` as ``torch.export`` calls it."""
     return patch_target(export_trace, "make_fx", "torch")
+
+
+def argument_leaves() -> tuple[Any, str]:
+    """Return the patch target for the function that lists the arguments which decide a dtype."""
+    return patch_target(pytree, "arg_tree_leaves", "torch")
 
 
 def paths_of(tracer: Any, module: Any) -> Sequence[str]:

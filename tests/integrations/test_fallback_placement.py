@@ -273,6 +273,15 @@ def test_named_budgets_grow_on_all_accelerators() -> None:
         assert largest_difference(graphplan.partition(model, needed, (x,))(x), model(x)) < 1e-6
 
 
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+def test_named_budgets_without_accelerator_grow_on_the_cpu() -> None:
+    model, x, given = Layers().eval(), torch.randn(4, 64), {"disk": 1 << 30, "cpu": 1000}
+    with pytest.raises(graphplan.InfeasibleError) as caught:
+        graphplan.partition(model, given, (x,))
+    assert caught.value.needed["disk"] == given["disk"]
+    graphplan.partition(model, caught.value.needed, (x,))
+
+
 def test_large_blocks_are_split_instead_of_streamed() -> None:
     model, x = Layers().eval(), torch.ones(1, 64)
     with graphplan.simulate({0: bytes_of(model) // 2}) as machine, torch.no_grad():

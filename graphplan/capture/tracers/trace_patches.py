@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphplan._compat.assertions import passed_assertions
-from graphplan._compat.export import assignment_hook, export_tracer, graph_maker, paths_of
+from graphplan._compat.export import argument_leaves, assignment_hook, export_tracer, graph_maker, paths_of
 from graphplan._compat.export_work import less_work
 from graphplan._compat.symbolic_numbers import exact_bounds, plain_flags, plain_texts
 from graphplan._compat.torch import backward_engine, inference_switch, mask_reader, parsed_move
@@ -105,7 +105,7 @@ def exporting(
                 functools.partial(_checked_backward, keep_grad=keep_grad, below_autograd=below_autograd),
             ),
             *([(*graph_maker(), _tracing_below)] if below_autograd else ()),
-            (pytree, "arg_tree_leaves", _with_complex_numbers),
+            (*argument_leaves(), _with_complex_numbers),
             *replaced,
         ),
         on_any_device() if below_autograd else nullcontext(),

@@ -347,7 +347,7 @@ class _Fallback:
         peak = self.profile.peak
         total = sum(round_up(tensor_bytes(t)) for t in self.model_copy.weights.tensors.values())
         available, accelerators = self.topology.budgets, self.topology.accelerators
-        rooms = {spec.key: spec.room for spec in accelerators or self.topology.devices[:1]}
+        rooms = {spec.key: spec.room for spec in accelerators or self.topology.computing[:1]}
         first = next(iter(rooms))
         needed = {**available, first: total + peak + self.topology[first].withheld}
         low, high = 1.0, (total + peak) / max(1, *rooms.values()) + ROUNDING
