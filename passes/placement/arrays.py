@@ -621,6 +621,12 @@ class Arrays:
         finite = [np.isfinite(self.compute[:, members]).all(axis=1) for members in self.units]
         return np.array(finite, dtype=bool).reshape(len(self.units), self.computing).T
 
+    @cached_property
+    def lacks_room(self) -> bool:
+        """Whether a macro-operation fits no device that may run it, even without its weights."""
+        fits = self.can_run & (self.working_sets <= (self.room - self.fixed_bytes)[:, None])
+        return not fits.any(axis=0).all()
+
     def expand(self, units: Ints) -> Ints:
         """(operations,) devices, from those of macro-operations; host scalars run where their inputs are.
 

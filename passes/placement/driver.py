@@ -113,6 +113,8 @@ def probe(
     for candidate, streaming in _attempts(problem):
         sub_effort = replace(effort, visits=max(0.0, min(visits, effort.visits)))
         search = StreamedSearch(candidate, sub_effort) if streaming else ResidentSearch(candidate, sub_effort)
+        if search.arrays.lacks_room:
+            continue
         if not search.find_first_placement():
             search.improve()
         effort.charge(sub_effort.done)
@@ -245,7 +247,7 @@ def _place_resident(
     streams_after = limits.seconds_left is not None and _may_stream_anyway(problem)
     effort = (limits.until(0.5) if streams_after else limits).work(len(candidate.graph.operations))
     search = ResidentSearch(replace(candidate, balance=False), effort)
-    if not _find_first_placement(search, warm_start):
+    if search.arrays.lacks_room or not _find_first_placement(search, warm_start):
         return None
     if limits.proves:
         small = len(search.proving.units) * search.proving.computing <= PARAMS.milp_variables
@@ -353,16 +355,67 @@ def _certified(evaluation: Evaluation, bound: Bound, candidate: Problem, problem
 def _place_streamed(
     candidate: Problem, problem: Problem, limits: Limits, warm_start: Assignment | None
 ) -> Solution | None:
-    """Place with streaming: round robin, segments, bounds, beam searches, local search."""
-    effort = limits.work(len(candidate.graph.operations), PARAMS.streaming_effort)
-    search = StreamedSearch(candidate, effort)
+    """Place with streaming; first as if the CPU's budget were no limit, since most placements then fit it."""
+    search = _streamed_search(candidate, limits)
+    if search.arrays.lacks_room:
+        return None
+    ample = None if warm_start is not None else _with_ample_cpu(search.arrays, candidate)
+    if ample is not None:
+        return _place_first_with(ample, candidate, problem, limits)
+    best = _search_streamed(search, limits, warm_start)
+    return None if best is None else _certified(best, search.bound, candidate, problem)
+
+
+def _place_first_with(
+    ample: Problem, candidate: Problem, problem: Problem, limits: Limits
+) -> Solution | None:
+    """Place ``ample``, whose bound holds for ``candidate``; then that, unless the placement fits it."""
+    ideal = _streamed_search(ample, limits.one_of(2))
+    best = _search_streamed(ideal, limits.one_of(2), None)
+    if best is None:
+        return None
+    repaired = evaluate_filled(candidate, best.assignment, unread_weights(candidate))
+    if not repaired.feasible:
+        effort = limits.work(len(candidate.graph.operations))
+        repaired = climb_streamed(Arrays.of_search(candidate), repaired, effort)
+        search = _streamed_search(candidate, limits)
+        best = _search_streamed(search, limits, None)
+        if best is not None:
+            bound = search.bound.raised(ideal.bound.seconds, ideal.bound.proof)
+            best = min(best, repaired, key=lambda e: (not e.feasible, e.seconds))
+            return _certified(best, bound, candidate, problem)
+    return _certified(repaired, ideal.bound, candidate, problem) if repaired.feasible else None
+
+
+def _streamed_search(candidate: Problem, limits: Limits) -> StreamedSearch:
+    return StreamedSearch(candidate, limits.work(len(candidate.graph.operations), PARAMS.streaming_effort))
+
+
+def _with_ample_cpu(arrays: Arrays, candidate: Problem) -> Problem | None:
+    """Return the problem with a CPU that holds more than everything; None if the given one does."""
+    topology = candidate.topology
+    assert topology.cpu is not None
+    assert arrays.cpu is not None
+    spec, all_on_cpu = topology[topology.cpu], np.full(arrays.count, arrays.cpu)
+    everything = int(arrays.peaks(all_on_cpu)[arrays.cpu])
+    if everything <= spec.room:
+        return None
+    memory = {topology.cpu: 2 * everything + spec.withheld}
+    return replace(candidate, topology=topology.with_memory(memory))
+
+
+def _search_streamed(
+    search: StreamedSearch, limits: Limits, warm_start: Assignment | None
+) -> Evaluation | None:
+    """Search and bound with streaming: round robin, segments, bounds, beam searches, local search."""
+    effort = search.effort
     round_robin = _place_round_robin(search)
     if round_robin is not None:
         search.find_first_placement(warm_start)
     elif not _find_first_placement(search, warm_start):
         return None
     if limits.proves:
-        unfolded = Arrays(candidate) if search.arrays.folded else search.arrays
+        unfolded = Arrays(search.problem) if search.arrays.folded else search.arrays
         incumbent_seconds = min(search.seconds, np.inf if round_robin is None else round_robin.seconds)
         search.bound = prove_streamed(unfolded, incumbent_seconds, effort)
     if not search.proven:
@@ -372,7 +425,7 @@ def _place_streamed(
     assert search.best is not None
     if not search.proven:
         search.best = climb_streamed(search.arrays, search.best, effort, search.bound.seconds)
-    return _certified(search.best, search.bound, candidate, problem)
+    return search.best
 
 
 def _place_round_robin(search: StreamedSearch) -> Evaluation | None:

@@ -105,9 +105,25 @@ class LocalSearch:
                 improved |= self._try(move, self._fits, -ROUNDING * self.seconds)
 
     def repair(self) -> bool:
-        """Reduce the bytes over the budgets at any cost in seconds; return whether all budgets are kept."""
-        self._exchange(lambda *_: 0.0)
+        """Reduce the bytes over the budgets at any cost in seconds; return whether all budgets are kept.
+
+        One move that suffices is tried first, in the order of the weights that would not fit after it.
+        """
+        over, first = self.peaks > self.arrays.room, self.effort.visits / 2
+        for move in sorted(self._moves(sources=over), key=self._weights_over_after):
+            if self.effort.visits < first or self._try(move, self._fits, math.inf):
+                break
+        if self.excess:
+            self._exchange(lambda *_: 0.0)
         return not self.excess
+
+    def _weights_over_after(self, move: _RunMove) -> float:
+        """Estimate the bytes over the budgets after a move, as if it moved nothing but weights."""
+        run = slice(move.start, move.start + move.length)
+        moved = np.bincount(self.devices[run], self.own_bytes[run], self.arrays.computing)
+        peaks = self.peaks - moved
+        peaks[move.device] += moved.sum()
+        return self._over(peaks)
 
     def exchange(self) -> None:
         """Save seconds by exchanges of two runs, where no single move keeps the budgets."""

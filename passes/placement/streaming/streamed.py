@@ -8,7 +8,7 @@ exceed a budget, the beam is rerun with more memory reserved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -232,10 +232,10 @@ class StreamedSearch:
             devices: (operations,) devices.
             max_weight_bytes: size of the largest weight that may be streamed.
         """
-        operations, tried = self.arrays.named(devices), None
+        operations, tried, kept = self.arrays.named(devices), None, set[int]()
         for _ in range(2 * PARAMS.retries):
             spread = {
-                d: self._spread(devices, d, nbytes, max_weight_bytes)
+                d: [i for i in self._spread(devices, d, nbytes, max_weight_bytes) if i not in kept]
                 for d, nbytes in deficit.items()
                 if nbytes
             }
@@ -251,6 +251,20 @@ class StreamedSearch:
                 if self.arrays.accelerates[d]:
                     freed = self.arrays.stored_bytes(spread.get(d, []))
                     deficit[d] = max(deficit.get(d, 0.0), freed) + over
+            if not self.arrays.accelerates[[self.arrays.number[key] for key in evaluation.excess]].any():
+                kept |= self._to_keep(spread, evaluation)
+
+    def _to_keep(self, spread: Mapping[int, list[int]], evaluation: Evaluation) -> set[int]:
+        """Return streamed weights to keep on accelerators with spare bytes, until CPU memory suffices."""
+        kept, over = set[int](), float(sum(evaluation.excess.values()))
+        for d, streamed in spread.items():
+            spare = self.arrays.room[d] - evaluation.peak(self.arrays.keys[d]).nbytes
+            for item in sorted(streamed, key=lambda item: -self.arrays.nbytes[item]):
+                nbytes = self.arrays.stored_bytes([item])
+                if nbytes <= spare and over > 0:
+                    kept.add(item)
+                    spare, over = spare - nbytes, over - nbytes
+        return kept
 
     def _spread(self, devices: Ints, device: int, nbytes: float, slot_bytes: float) -> list[int]:
         """Return weights to stream to a device, at equal distances in its order.

@@ -265,3 +265,21 @@ def test_local_search_prices_gradients() -> None:
         trial[operations] = device
         expected = arrays.seconds(trial) - arrays.seconds(devices)
         assert search._added_seconds(operations, device) == pytest.approx(expected, abs=1e-15)
+
+
+def test_nothing_fits_where_an_operation_lacks_room() -> None:
+    """Shares of the budgets are chosen so that some problems lack room, and others do not."""
+    lacking = Counter[bool]()
+    for seed in range(300):
+        problem, draw = random_instance(seed, TINY).problem, random.Random(seed)
+        arrays = Arrays(replace(problem, topology=problem.topology.scaled(draw.choice((0.3, 0.6, 1.0)))))
+        lacking[arrays.lacks_room] += 1
+        for _ in range(20 if arrays.lacks_room else 0):
+            units = random_units(arrays, draw)
+            if units is not None:
+                devices = arrays.expand(units)
+                found = evaluate(
+                    arrays.problem, arrays.assignment(devices, random_homes(arrays, devices, draw))
+                )
+                assert found.excess
+    assert min(lacking.values()) > 30

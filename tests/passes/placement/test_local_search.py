@@ -19,6 +19,7 @@ from graphplan.passes.placement.arrays import Arrays, Ints
 from graphplan.passes.placement.driver import place
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.local_search import LocalSearch
+from graphplan.passes.placement.params import Effort
 from graphplan.passes.placement.problem import Problem
 
 MIB = 1 << 20
@@ -251,3 +252,18 @@ def test_search_ends_without_effort() -> None:
         assert_consistent(search)
     assert whole.seconds < none.seconds
     assert none.effort.over
+
+
+def test_repair_moves_weight_that_fits_elsewhere() -> None:
+    """Two of three devices are full; the third lacks the bytes of the head, which the first has."""
+    graph = stack([*range(512 * 700, 512 * 1000, 512), 4 * MIB], activation=512)
+    devices = np.repeat([0, 1, 2], [120, 100, 81])
+    arrays = Arrays(Problem(graph, equal_cards(3), CPU))
+    goal = devices.copy()
+    goal[-1] = 0
+    room = arrays.peaks(goal)
+    specs = [replace(spec, memory=int(nbytes)) for spec, nbytes in zip(arrays.specs, room, strict=True)]
+    arrays = Arrays(Problem(graph, replace(arrays.problem.topology, devices=tuple(specs)), CPU))
+    search = LocalSearch(arrays, devices, Effort(3e4))
+    assert search.excess
+    assert search.repair()

@@ -298,3 +298,15 @@ def test_local_search_stops_at_the_bound() -> None:
     assert climb_streamed(arrays, best, at_bound, best.seconds) == best
     climb_streamed(arrays, best, unknown)
     assert at_bound.done < unknown.done / 2
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_plan_is_as_fast_within_its_cpu_peak(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.choice((1, 2, 4, 8)) * MIB // 4 for _ in range(24)]
+    graph = stack(sizes, [20 * nbytes for nbytes in sizes], activation=draw.choice((16, 64, 256)) * 1024)
+    problem = one_card(graph, draw.uniform(0.4, 0.7) * sum(sizes) / MIB)
+    roomy = place(problem).evaluation
+    topology = problem.topology.with_memory({CPU: HOST.withheld + roomy.peak(CPU).nbytes})
+    tight = place(replace(problem, topology=topology)).evaluation
+    assert tight.seconds <= roomy.seconds * TIGHT
