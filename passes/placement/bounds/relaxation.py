@@ -132,6 +132,8 @@ class Relaxation:
         reserved = np.zeros(len(room)) if self.buffers is None else self.buffers.total
         # a device without room is not used, and then holds no bytes
         self.activation_reserve, self.room = reserve, np.maximum(room - reserved, 0.0)
+        # a budget above all bytes is no limit: it does not steer the prices
+        np.minimum(self.room, self.nbytes.sum() + self.needs.max(axis=1, initial=0.0), out=self.room)
         return bool((room >= reserved)[reserved > 0].all())
 
     def _set_copies(self) -> None:
@@ -193,7 +195,8 @@ class Relaxation:
     @property
     def _scale(self) -> Floats:
         """(devices,) bytes of each device; a point holds prices of all of its bytes."""
-        return np.asarray(np.maximum(self.frontier.arrays.room, 1.0))
+        most = max(1.0, float(self.nbytes.sum()))
+        return np.asarray(np.clip(self.frontier.arrays.room, 1.0, most))
 
     def _as_point(self, prices: Prices) -> Floats:
         return np.concatenate([prices.per_byte * self._scale, prices.queue])

@@ -310,3 +310,14 @@ def test_plan_is_as_fast_within_its_cpu_peak(seed: int) -> None:
     topology = problem.topology.with_memory({CPU: HOST.withheld + roomy.peak(CPU).nbytes})
     tight = place(replace(problem, topology=topology)).evaluation
     assert tight.seconds <= roomy.seconds * TIGHT
+
+
+def test_cpu_budget_beyond_everything_does_not_steer() -> None:
+    problem = random_instance(55, MEDIUM).problem
+    prices = []
+    for gib in (1, 16, 4096):
+        topology = problem.topology.with_memory({CPU: gib << 30})
+        search = StreamedSearch(replace(problem, topology=topology), Effort(1e8))
+        prices.append([str(configuration.prices) for configuration in search._configurations(search.effort)])
+    assert prices[0]
+    assert prices[0] == prices[1] == prices[2]
