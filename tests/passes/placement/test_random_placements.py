@@ -140,7 +140,7 @@ def test_problems_with_a_disk(block: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("seed", [29, pytest.param(41, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [pytest.param(29, marks=pytest.mark.slow), 41])
 def test_peaks_on_disk_as_budgets_are_placed_again(seed: int) -> None:
     problem = with_disk(random_instance(seed, WITH_DISK))
     peaks = peaks_or_given(

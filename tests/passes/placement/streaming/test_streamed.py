@@ -300,7 +300,7 @@ def test_local_search_stops_at_the_bound() -> None:
     assert at_bound.done < unknown.done / 2
 
 
-@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("seed", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_plan_is_as_fast_within_its_cpu_peak(seed: int) -> None:
     draw = random.Random(seed)
     sizes = [draw.choice((1, 2, 4, 8)) * MIB // 4 for _ in range(24)]
