@@ -109,9 +109,9 @@ class LocalSearch:
 
         One move that suffices is tried first, in the order of the weights that would not fit after it.
         """
-        over, first = self.peaks > self.arrays.room, self.effort.visits / 2
+        over, half = self.peaks > self.arrays.room, self.effort.visits / 2
         for move in sorted(self._moves(sources=over), key=self._weights_over_after):
-            if self.effort.visits < first or self._try(move, self._fits, math.inf):
+            if self.effort.visits < half or self._try(move, self._fits, math.inf):
                 break
         if self.excess:
             self._exchange(lambda *_: 0.0)
