@@ -359,7 +359,8 @@ def _place_streamed(
     search = _streamed_search(candidate, limits)
     if search.arrays.lacks_room:
         return None
-    ample = None if warm_start is not None else _with_ample_cpu(search.arrays, candidate)
+    is_first = warm_start is None and not limits.over
+    ample = _with_ample_cpu(search.arrays, candidate) if is_first else None
     if ample is not None:
         return _place_first_with(ample, candidate, problem, limits)
     best = _search_streamed(search, limits, warm_start)
