@@ -111,5 +111,6 @@ def _restored_process(words: list[str], folder: Path) -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environment)
         for name in set(sys.modules) - loaded:  # the next page may have a module of that name
-            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder.resolve())):
+            file = getattr(sys.modules[name], "__file__", None)  # built-in modules and namespaces have none
+            if file is not None and Path(file).is_relative_to(folder.resolve()):
                 del sys.modules[name]

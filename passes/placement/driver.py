@@ -362,24 +362,23 @@ def _place_streamed(
     is_first = warm_start is None and not limits.over
     ample = _with_ample_cpu(search.arrays, candidate) if is_first else None
     if ample is not None:
-        return _place_first_with(ample, candidate, problem, limits)
+        return _place_first_with(ample, search, problem, limits)
     best = _search_streamed(search, limits, warm_start)
     return None if best is None else _certified(best, search.bound, candidate, problem)
 
 
 def _place_first_with(
-    ample: Problem, candidate: Problem, problem: Problem, limits: Limits
+    ample: Problem, search: StreamedSearch, problem: Problem, limits: Limits
 ) -> Solution | None:
-    """Place ``ample``, whose bound holds for ``candidate``; then that, unless the placement fits it."""
-    ideal = _streamed_search(ample, limits.one_of(2))
+    """Place ``ample``, whose bound holds for the search's problem too; then that, unless it fits already."""
+    candidate, ideal = search.problem, _streamed_search(ample, limits.one_of(2))
     best = _search_streamed(ideal, limits.one_of(2), None)
     if best is None:
         return None
-    repaired = evaluate_filled(candidate, best.assignment, unread_weights(candidate))
+    repaired = evaluate_filled(candidate, best.assignment, search.arrays.unread)
     if not repaired.feasible:
         effort = limits.work(len(candidate.graph.operations))
-        repaired = climb_streamed(Arrays.of_search(candidate), repaired, effort)
-        search = _streamed_search(candidate, limits)
+        repaired = climb_streamed(search.arrays, repaired, effort)
         best = _search_streamed(search, limits, None)
         if best is not None:
             bound = search.bound.raised(ideal.bound.seconds, ideal.bound.proof)
@@ -393,7 +392,7 @@ def _streamed_search(candidate: Problem, limits: Limits) -> StreamedSearch:
 
 
 def _with_ample_cpu(arrays: Arrays, candidate: Problem) -> Problem | None:
-    """Return the problem with a CPU that holds more than everything; None if the given one does."""
+    """Return the problem with a CPU that holds everything; None if the given one does."""
     topology = candidate.topology
     assert topology.cpu is not None
     assert arrays.cpu is not None
@@ -401,7 +400,7 @@ def _with_ample_cpu(arrays: Arrays, candidate: Problem) -> Problem | None:
     everything = int(arrays.peaks(all_on_cpu)[arrays.cpu])
     if everything <= spec.room:
         return None
-    memory = {topology.cpu: 2 * everything + spec.withheld}
+    memory = {topology.cpu: everything + spec.withheld}
     return replace(candidate, topology=topology.with_memory(memory))
 
 

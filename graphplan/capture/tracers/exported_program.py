@@ -38,7 +38,7 @@ from graphplan.capture.sizes.dynamic_sizes import (
     values_of,
 )
 from graphplan.capture.tracers.export_loop import STATE
-from graphplan.capture.tracers.trace_patches import TRANSFORMS
+from graphplan.capture.tracers.trace_patches import is_transform
 from graphplan.capture.transformers.caches import caches_at
 from graphplan.capture.value_branches import input_guard
 from graphplan.errors import CaptureError, NoGraphError
@@ -108,7 +108,7 @@ def from_program(
 
 def _refuse_transforms(graph: fx.Graph) -> None:
     """Raise NoGraphError for ``vmap`` and ``jvp``: nothing reads the calls that enter and leave them."""
-    if any(getattr(node.target, "__name__", "") in TRANSFORMS for node in graph.nodes):
+    if any(is_transform(node.target) for node in graph.nodes):
         raise NoGraphError(
             "the trace contains torch.vmap or jvp, whose operations can run only in the order in which "
             "they were traced"

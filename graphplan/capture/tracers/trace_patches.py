@@ -221,8 +221,13 @@ def _lazy_to(original: Callable[..., Any]) -> Callable[..., Any]:
     return to
 
 
-TRANSFORMS = frozenset({"_add_batch_dim", "_enter_dual_level", "_make_dual"})
-"""Functions by which a trace enters ``vmap`` and forward AD. Targets of other nodes may have no name."""
+_TRANSFORMS = frozenset({"_add_batch_dim", "_enter_dual_level", "_make_dual"})
+
+
+def is_transform(target: Any) -> bool:
+    """Whether a node's target is a function by which a trace enters ``vmap`` or forward AD."""
+    # targets that are texts, such as names of inputs, have no name of their own
+    return getattr(target, "__name__", "") in _TRANSFORMS
 
 
 class BelowAutogradError(BaseException):
@@ -289,7 +294,7 @@ def _creating(
     def create_node(tracer: Any, kind: str, target: Any, *args: Any, **kwargs: Any) -> Any:
         if time.thread_time() > ends:
             raise CaptureError(f"a trace in which all sizes vary takes more than {_MAX_SECONDS:.0f} seconds")
-        if not transforms and getattr(target, "__name__", "") in TRANSFORMS:
+        if not transforms and is_transform(target):
             raise BelowAutogradError("forward calls torch.vmap or torch.func.jvp")
         tracer.record_stack_traces = False
         node = original(tracer, kind, target, *args, **kwargs)
