@@ -132,26 +132,21 @@ class LocalSearch:
     def _exchange(self, seconds: Callable[[Ints, Ints], float]) -> None:
         """Stochastic hill climbing on the bytes over the budgets, then on seconds; equal is accepted.
 
-        Moves are shifts of runs off devices over their budget, swaps of two runs, and new homes of shared
-        weights (shifts and swaps of the generalised assignment problem, Osman 1995). It ends after
-        ``retries`` draws for each variable and device without progress.
+        Moves are shifts and swaps of the generalised assignment problem (Osman 1995), off devices over their
+        budget if there are any. It ends after ``retries`` draws of each variable and device without progress.
         """
         arrays, draw = self.arrays, random.Random(0)
         variables = len(arrays.units) + len(arrays.shared)
         patience = left = PARAMS.retries * variables * arrays.computing
-        homes = np.flatnonzero(arrays.accelerates).tolist() or range(arrays.computing)
         over, best = self.excess, seconds(self.devices, self.chosen)
         while (over or best) and left and arrays.computing > 1 and not self.effort.over:
             left -= 1
-            devices, chosen = self.devices, self.chosen.copy()
-            if draw.randrange(variables) < len(arrays.shared):
-                chosen[draw.choice(arrays.shared)] = draw.choice(homes)
-            else:
-                devices = self._shift_or_swap(draw)
-            self.effort.charge(float(10 * arrays.count))
+            devices, chosen = self._shift_or_swap(draw)
+            self.effort.charge(1000.0 + 2.0 * arrays.count)
             trial = seconds(devices, chosen)
             if trial > best and not over:
                 continue
+            self.effort.charge(1000.0 + 4.0 * arrays.count)
             peaks = arrays.peaks(devices, chosen)
             if (self._over(peaks), trial) > (over, best):
                 continue
@@ -161,27 +156,38 @@ class LocalSearch:
             over, best = self._over(peaks), trial
         self._reset()
 
-    def _shift_or_swap(self, draw: random.Random) -> Ints:
-        """Return the devices with a run moved off one over its budget, if any; or with two runs swapped."""
-        devices, able = self.devices.copy(), self.arrays.can_run[:, self.arrays.unit_of]
-        full = np.flatnonzero(self.peaks > self.arrays.room)
-        source = draw.choice((full if len(full) else np.unique(devices)).tolist())
-        target = draw.choice([d for d in range(self.arrays.computing) if d != source])
-        bits = len(self.arrays.units).bit_length()
-        lengths = (bits + 1) // 2 if len(full) else bits  # a long run rarely fits anywhere
-        run = self._draw_run(draw, devices == source, lengths)
-        if draw.random() < 0.5:
-            devices[self._draw_run(draw, devices == target, lengths) & able[source]] = source
-        devices[run & able[target]] = target
-        return devices
+    def _shift_or_swap(self, draw: random.Random) -> tuple[Ints, Ints]:
+        """Return devices and homes after a group has moved to another device, or two have been swapped."""
+        arrays, devices, chosen = self.arrays, self.devices.copy(), self.chosen.copy()
+        full = self.peaks > arrays.room
+        sources = np.flatnonzero(full if full.any() else np.bincount(devices)).tolist()
+        source = draw.choice(sources)
+        target = draw.choice([d for d in range(arrays.computing) if d != source])
+        bits = len(arrays.units).bit_length()
+        lengths = (bits + 1) // 2 if full.any() else bits  # a long run rarely fits anywhere
+        moves = [(source, target), (target, source)][: draw.randint(1, 2)]
+        groups = [self._draw_group(draw, start, lengths) for start, _ in moves]
+        for (_, d), (operations, weights) in zip(moves[::-1], groups[::-1], strict=True):
+            devices[operations & arrays.can_run[d, arrays.unit_of]] = d
+            if arrays.accelerates[d] or not arrays.accelerates.any():
+                chosen[weights] = d
+        return devices, chosen
 
-    def _draw_run(self, draw: random.Random, among: Bools, lengths: int) -> Bools:
-        """(operations,) mask of a run of one of ``lengths`` (1, 2, 4, ...), partly in ``among``."""
-        unit, count = self.arrays.unit_of, len(self.arrays.units)
-        heads = np.unique(unit[(unit >= 0) & among])
-        length = 1 << draw.randrange(lengths)
-        first = (int(draw.choice(heads)) if len(heads) else draw.randrange(count)) - draw.randrange(length)
-        return np.asarray((unit >= first) & (unit < first + length) & (unit >= 0))
+    def _draw_group(self, draw: random.Random, device: int, lengths: int) -> tuple[Bools, list[int]]:
+        """Return an (operations,) mask and shared weights that move together.
+
+        They are a run of one of ``lengths`` (1, 2, 4, ...), partly on ``device``; a shared weight with its
+        readers; or a shared weight alone.
+        """
+        arrays, unit = self.arrays, self.arrays.unit_of
+        kind = draw.randrange(lengths + (2 if arrays.shared else 0))
+        if kind >= lengths:
+            item = draw.choice(arrays.shared)
+            return np.isin(unit, arrays.readers[item] if kind == lengths else ()), [item]
+        heads = unit[(self.devices == device) & (unit >= 0)]
+        middle = int(heads[draw.randrange(len(heads))]) if len(heads) else draw.randrange(len(arrays.units))
+        first = middle - draw.randrange(1 << kind)
+        return np.asarray((unit >= max(first, 0)) & (unit < first + (1 << kind))), []
 
     def balance(self, max_seconds: float) -> None:
         """Apply moves that free memory on the fullest accelerator, while seconds are at most ``max_seconds``.

@@ -196,13 +196,16 @@ class ResidentSearch:
         self._enumerate(relaxations)
 
     def _exchange(self) -> None:
-        """Improve the incumbent by exchanges, with work beyond that of the label searches."""
-        if self.devices is None or self.proven:
-            return
-        more = replace(self.effort, visits=PARAMS.exchange_effort * self.effort.total)
-        search = LocalSearch(self.arrays, self.devices, more, self.chosen)
-        search.exchange()
-        self._offer(search.devices, search.chosen)
+        """Improve the incumbent by exchanges, with work beyond that of the label searches, while it pays."""
+        earlier = np.inf
+        while self.devices is not None and not self.proven and not self.effort.late:
+            if self.seconds > earlier * (1 - PARAMS.negligible):
+                return
+            earlier = self.seconds
+            more = replace(self.effort, visits=PARAMS.exchange_effort * self.effort.total)
+            search = LocalSearch(self.arrays, self.devices, more, self.chosen)
+            search.exchange()
+            self._offer(search.devices, search.chosen)
 
     def _enumerate(self, relaxations: list[Relaxation]) -> None:
         """Evaluate all placements whose relaxed seconds are below the incumbent's, if these are few."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 
 from graphplan.devices.topology import DISK, DeviceKey
-from graphplan.ir.schedule import Assignment
+from graphplan.ir.schedule import Assignment, PrefetchBuffer
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.bounds.frontier import Frontier
 from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
@@ -155,19 +155,37 @@ class _Climb:
         return Assignment(operations, {name: key for unit in units for name in self.own_weights[unit]})
 
     def _slots(self) -> Iterator[Assignment]:
+        """Yield other numbers of slots; with fewer, also with weights in the bytes that are freed."""
         for buffer in self.now.schedule.prefetch_buffers:
             count = len(buffer.slots)
             for slots in (count + 1, count - 1):
                 if 0 < slots <= len(buffer.segments):
                     yield Assignment({}, {}, {buffer.device: slots})
+            if count > 1:
+                yield Assignment({}, self._filling(buffer), {buffer.device: count - 1})
+
+    def _filling(self, buffer: PrefetchBuffer) -> dict[str, DeviceKey]:
+        """Return streamed weights that fit the device of a buffer with one slot fewer, and that device."""
+        key, filling = buffer.device, dict[str, DeviceKey]()
+        spare = self.problem.topology[key].room - self.now.peak(key).nbytes + buffer.slots[-1]
+        for device, name in self._streamed():
+            if device == key and self._nbytes(name) <= spare:
+                filling[name] = key
+                spare -= self._nbytes(name)
+        return filling
 
     def _residences(self) -> Iterator[Assignment]:
         """Yield moves of streamed weights to where they are read, the largest first."""
-        movable = [(unit, name) for unit, names in enumerate(self.movable) for name in names]
-        in_memory = [(unit, name) for unit, name in movable if self._home(name) in (self.cpu, DISK)]
-        streamed = [(unit, name) for unit, name in in_memory if self._device(unit) != self.cpu]
-        for unit, name in sorted(streamed, key=lambda pair: -self._nbytes(pair[1])):
-            yield Assignment({}, {name: self._device(unit)})
+        for device, name in self._streamed():
+            yield Assignment({}, {name: device})
+
+    def _streamed(self) -> list[tuple[DeviceKey, str]]:
+        """Return the streamed weights that one macro-operation reads, with its device, the largest first."""
+        movable = [(self._device(unit), name) for unit, names in enumerate(self.movable) for name in names]
+        streamed = [
+            pair for pair in movable if self._home(pair[1]) in (self.cpu, DISK) and pair[0] != self.cpu
+        ]
+        return sorted(streamed, key=lambda pair: -self._nbytes(pair[1]))
 
     def _exchanges(self) -> Iterator[Assignment]:
         """Yield moves that stream a resident weight, alone or in exchange for another of its device."""

@@ -150,6 +150,29 @@ def test_operations_exchange_full_cards() -> None:
     assert_consistent(search)
 
 
+def test_shared_weights_are_exchanged_with_their_readers() -> None:
+    """Two full cards hold a table in eight parts, whose embeddings come first and whose heads come last."""
+    names = [*(f"t{i}" for i in range(8)), *(f"w{i}" for i in range(18)), *(f"t{i}" for i in range(8))]
+    weights = [Weight(name, 40 * MIB if name[0] == "t" else 192 * MIB // 18) for name in names[:26]]
+    operations = [
+        Operation(f"v{i}", "f", (f"v{min(i, 26) - 1}", name), (f"v{i}",), (), 10**6, MIB)
+        for i, name in enumerate(names)
+    ]
+    heads = tuple(f"v{i}" for i in range(26, 34))
+    operations.append(Operation("v34", "cat", heads, ("v34",), (), 10**6, MIB))
+    values = [Value(f"v{i}", 1024, 1024) for i in range(-1, 26)]
+    values += [Value(name, 8 * MIB, 8 * MIB) for name in heads] + [Value("v34", 64 * MIB, 64 * MIB)]
+    graph = Graph(operations, values, weights, ["v-1"], ["v34"])
+    arrays = Arrays(Problem(graph, equal_cards(2, memory=349 * MIB, kind="sim"), CPU))
+    # seven parts on the first card, three of which the second one copies for their heads
+    search = LocalSearch(arrays, np.array([0] * 7 + [1] * 16 + [0] * 3 + [0] * 4 + [1] * 5), ample())
+    search.climb()
+    search.exchange()
+    assert_consistent(search)
+    homes = [search.home[arrays.item_of[f"t{i}"]] for i in range(8)]
+    assert search.devices[:8].tolist() == search.devices[26:34].tolist() == homes
+
+
 def test_unet_ends_share_a_device() -> None:
     """Its skips are longest between the ends; no segment holds both, and short exchanges do not join them."""
     graph = unet(4, 128, 128, 4, 2)
