@@ -89,15 +89,19 @@ def _whole_or_crowded(state: CompileState) -> list[Choice]:
 
 
 def _search_coarse_slicings(state: CompileState) -> list[Choice] | None:
-    """Return the first placement that a whole search finds with oversized weights in the fewest parts.
+    """Return a placement of oversized weights in the fewest parts, though no probe found one; None for none.
 
-    A probe may find none where budgets are tight.
+    A search with a quarter of the work shows first whether there is one.
     """
     limits = replace(state.limits, advises=False, caller_retries=True)
     for share in (1.0, _CROWDED):
         for member in islice(_slicings(state, share), 1):
             with suppress(InfeasibleError):
-                return place_calls(replace(state, members=[member], limits=limits))
+                found = place_calls(replace(state, members=[member], limits=limits.until(0.25)))
+                with suppress(InfeasibleError):
+                    searched = place_calls(replace(state, members=[member], limits=limits))
+                    return min(searched, found, key=lambda choices: choices[0].seconds)
+                return found
     return None
 
 

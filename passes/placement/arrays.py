@@ -623,9 +623,33 @@ class Arrays:
 
     @cached_property
     def lacks_room(self) -> bool:
-        """Whether a macro-operation fits no device that may run it, even without its weights."""
-        fits = self.can_run & (self.working_sets <= (self.room - self.fixed_bytes)[:, None])
-        return not fits.any(axis=0).all()
+        """Whether nothing fits, for a simple reason.
+
+        Beside the weights that fit no other device, a weight or a macro-operation without its weights fits no
+        device, or the results do not fit the caller's.
+        """
+        free = self.room - self.fixed_bytes
+        able = self.weight_bytes <= free[:, None]
+        places, decided = able.sum(axis=0), self.fixed[self.values :] >= 0
+        only = (places == 1) & ~decided
+        free -= np.bincount(able.argmax(axis=0)[only], self.weight_bytes[only], self.computing)
+        fits = self.can_run & (self.working_sets <= free[:, None])
+        results = self._result_bytes > free[self.host] if self.host < self.computing else False
+        return bool(
+            (free < 0).any() or not (places[~decided] > 0).all() or not fits.any(axis=0).all() or results
+        )
+
+    @cached_property
+    def _result_bytes(self) -> int:
+        """The least bytes that the results take on the caller's device, in addition to inputs and weights."""
+        if not self.problem.returns_to_host:
+            return 0
+        nbytes: dict[str, int] = {}
+        for name in self.graph.outputs:
+            root = self.graph.root(name)
+            if name in self.graph.values and root not in self.graph.weights and root not in self.graph.inputs:
+                nbytes[root] = max(nbytes.get(root, 0), self._least_held(name))
+        return sum(nbytes.values())
 
     def expand(self, units: Ints) -> Ints:
         """(operations,) devices, from those of macro-operations; host scalars run where their inputs are.

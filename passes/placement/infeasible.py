@@ -48,7 +48,7 @@ def smallest_budgets(
     def placed(growth: float) -> Evaluation | None:
         return probe(replace(problem, topology=topology.scaled(growth)), effort)
 
-    best = placed(high)
+    best = placed(high) if high > 1 else None  # the given budgets have been searched
     while best is None and high < low * (1 << 20) and not effort.over:
         low, high = high, high * (1 + step)
         step *= 2

@@ -267,19 +267,33 @@ def test_local_search_prices_gradients() -> None:
         assert search._added_seconds(operations, device) == pytest.approx(expected, abs=1e-15)
 
 
-def test_nothing_fits_where_an_operation_lacks_room() -> None:
+@pytest.mark.parametrize("problems", [300, pytest.param(2000, marks=pytest.mark.slow)])
+def test_nothing_fits_where_room_is_lacking(problems: int) -> None:
     """Shares of the budgets are chosen so that some problems lack room, and others do not."""
     lacking = Counter[bool]()
-    for seed in range(300):
+    for seed in range(problems):
         problem, draw = random_instance(seed, TINY).problem, random.Random(seed)
         arrays = Arrays(replace(problem, topology=problem.topology.scaled(draw.choice((0.3, 0.6, 1.0)))))
         lacking[arrays.lacks_room] += 1
         for _ in range(20 if arrays.lacks_room else 0):
             units = random_units(arrays, draw)
-            if units is not None:
+            if units is not None and len(units):
                 devices = arrays.expand(units)
-                found = evaluate(
-                    arrays.problem, arrays.assignment(devices, random_homes(arrays, devices, draw))
-                )
-                assert found.excess
+                assignment = arrays.assignment(devices, random_homes(arrays, devices, draw))
+                streamed = [name for name in problem.graph.streamable if draw.random() < 0.5]
+                for homes in ({}, dict.fromkeys(streamed, problem.topology.cpu)):
+                    if None in homes.values() or homes.keys() & problem.fixed_weights.keys():
+                        continue
+                    weights = {**assignment.weights, **homes}
+                    assert evaluate(arrays.problem, replace(assignment, weights=weights)).excess
     assert min(lacking.values()) > 30
+
+
+def test_weights_that_fit_one_device_take_its_room() -> None:
+    """The table fits the CPU alone; beside it, the CPU has room for the results or not."""
+    operation = Operation("head", "f", ("x", "table"), ("y",), (), 10**6, MIB)
+    values = [Value("x", 1024, 1024), Value("y", 4 * MIB, 4 * MIB)]
+    graph = Graph([operation], values, [Weight("table", 8 * MIB)], ["x"], ["y"])
+    for spare, lacks in ((5, False), (3, True)):
+        topology = cards(1, HOST).with_memory({0: 6 * MIB, CPU: (8 + spare) * MIB})
+        assert Arrays(Problem(graph, topology, CPU)).lacks_room == lacks
