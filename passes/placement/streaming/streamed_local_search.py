@@ -1,10 +1,10 @@
 """Iterated local search over placements with streaming; the evaluator judges every move.
 
-Moves are the smallest there are: one slot more or fewer, one weight resident or streamed, two weights
-exchanged, one macro-operation on another device, another home for a shared weight; with a disk, one weight
-from the CPU to disk or back. Where none helps, the incumbent is perturbed (some operations move at random)
-and climbed from, until restarts have not helped for some time (Lourenço, Martin and Stützle, "Iterated
-local search", 2003).
+Moves are the smallest there are: one slot more or fewer, or weights in place of one, one weight resident or
+streamed, two weights exchanged, one macro-operation on another device, another home for a shared weight; with
+a disk, one weight from the CPU to disk or back. Where none helps, the incumbent is perturbed (some operations
+move at random) and climbed from, until restarts have not helped for some time (Lourenço, Martin and Stützle,
+"Iterated local search", 2003).
 """
 
 from __future__ import annotations

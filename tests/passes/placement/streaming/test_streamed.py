@@ -300,6 +300,18 @@ def test_local_search_stops_at_the_bound() -> None:
     assert at_bound.done < unknown.done / 2
 
 
+def test_weights_in_place_of_a_slot_free_cpu_memory() -> None:
+    """The CPU lacks bytes for one of the streamed weights, and the card has none to spare but a slot's."""
+    names = [f"w{i}" for i in range(10)]
+    problem = one_card(stack([MIB] * 10, 2 * 10**8), 6.1)
+    lacking = problem.topology.with_memory({CPU: HOST.withheld + 5 * MIB + MIB // 2})
+    problem = replace(problem, topology=lacking)
+    start = evaluate(problem, replace(on_card(problem, *names[4:]).assignment, slots={0: 2}))
+    assert start.excess.keys() == {CPU}
+    few_moves = Effort(1e5)
+    assert climb_streamed(Arrays(problem), start, few_moves).feasible
+
+
 @pytest.mark.parametrize("seed", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_plan_is_as_fast_within_its_cpu_peak(seed: int) -> None:
     draw = random.Random(seed)
