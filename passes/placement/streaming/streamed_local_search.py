@@ -161,8 +161,8 @@ class _Climb:
             for slots in (count + 1, count - 1):
                 if 0 < slots <= len(buffer.segments):
                     yield Assignment({}, {}, {buffer.device: slots})
-            if count > 1:
-                yield Assignment({}, self._filling(buffer), {buffer.device: count - 1})
+            if count > 1 and (filling := self._filling(buffer)):
+                yield Assignment({}, filling, {buffer.device: count - 1})
 
     def _filling(self, buffer: PrefetchBuffer) -> dict[str, DeviceKey]:
         """Return streamed weights that fit the device of a buffer with one slot fewer, and that device."""
