@@ -357,10 +357,13 @@ class StreamedSearch:
         activation_bytes = np.where(streams & (left >= needs.max(axis=0)), needs.max(axis=0), 0.0)
         return Buffers(np.where(streams, slots, 0), np.where(streams, nbytes, 0.0), activation_bytes)
 
-    def _search(self, relaxation: Relaxation, width: int, effort: Effort) -> Relaxation | None:
+    def _search(
+        self, relaxation: Relaxation, width: int, effort: Effort, *, neighbour: bool = False
+    ) -> Relaxation | None:
         """Search a configuration; return its last relaxation if the best placement improved, else None.
 
-        Where exact peaks exceed a budget, more is reserved for activations, and prices are recomputed.
+        Where exact peaks exceed a budget, that placement is repaired, more is reserved for activations, and
+        prices are recomputed. A repair alone does not make a ``neighbour`` the configuration to widen.
         """
         earlier, requested = self.seconds, relaxation.reserved.activation_bytes
         configuration = relaxation.frontier, relaxation.reserved.key
@@ -377,6 +380,9 @@ class StreamedSearch:
             first = self._judge(relaxation, result.completions[0])
             if self.offer(first) or not first.excess:
                 break
+            if first.seconds < self.seconds:
+                self.offer(self._with_more_streamed(first))
+                earlier = self.seconds if neighbour else earlier
             if min(first.seconds, result.completions[0].seconds) > self.seconds:
                 break
             needed = np.maximum(relaxation.reserved.activation_bytes, relaxation.activation_reserve)
@@ -404,6 +410,27 @@ class StreamedSearch:
         slots = {arrays.keys[d]: int(n) for d, n in enumerate(relaxation.reserved.slots) if n}
         return self._evaluate(replace(assign_weights(self.problem, operations, streamed, homes), slots=slots))
 
+    def _with_more_streamed(self, evaluation: Evaluation) -> Evaluation:
+        """Return a placement with more weights streamed where accelerators exceed their budgets.
+
+        Each streams the smallest weight that suffices and fits its slots, or else the largest that fits them.
+        """
+        arrays, cpu = self.arrays, self.problem.topology.cpu
+        assert cpu is not None
+        movable = [item for unit in range(len(arrays.units)) for item in self.guide.movable(unit)]
+        for _ in range(PARAMS.retries):
+            slots = {b.device: max(b.slots, default=0) for b in evaluation.schedule.prefetch_buffers}
+            homes = dict(evaluation.assignment.weights)
+            for key, over in evaluation.excess.items():
+                resident = [item for item in movable if homes[arrays.names[item]] == key != cpu]
+                fitting = [item for item in resident if arrays.nbytes[item] <= slots.get(key, 0)]
+                fitting.sort(key=lambda i: (arrays.nbytes[i] < over, abs(arrays.nbytes[i] - over)))
+                homes |= {arrays.names[item]: cpu for item in fitting[:1]}
+            if homes == evaluation.assignment.weights:
+                break
+            evaluation = self._evaluate(replace(evaluation.assignment, weights=homes))
+        return evaluation
+
     def _search_neighbours(self, best: Relaxation, effort: Effort) -> Relaxation:
         """Search neighbours: change the buffers of one accelerator at a time, while that helps."""
         tried = set[tuple[float, ...]]()
@@ -424,7 +451,7 @@ class StreamedSearch:
             relaxation = _relaxed(best.frontier, best.stages, trial, effort)
             if not relaxation.possible or relaxation.bound >= self.seconds * (1 - PARAMS.sufficient_gap):
                 continue
-            better = self._search(relaxation, PARAMS.first_width, effort)
+            better = self._search(relaxation, PARAMS.first_width, effort, neighbour=True)
             if better is not None:
                 return better
         return None

@@ -300,6 +300,17 @@ def test_local_search_stops_at_the_bound() -> None:
     assert at_bound.done < unknown.done / 2
 
 
+def test_placement_just_over_its_budget_streams_one_weight_more() -> None:
+    """The smallest that suffices: of six resident weights the fourth."""
+    sizes = [MIB, 3 * MIB, 2 * MIB, MIB // 2, MIB // 8, MIB, 4 * MIB, 4 * MIB]
+    problem = one_card(stack(sizes, 10**8), 15.4)
+    over = evaluate(problem, replace(on_card(problem, "w6", "w7").assignment, slots={0: 2}))
+    assert 0 < over.excess[0] < MIB // 2
+    repaired = StreamedSearch(problem, Effort(1e7))._with_more_streamed(over)
+    assert repaired.feasible
+    assert [name for name, key in repaired.assignment.weights.items() if key == CPU] == ["w3", "w6", "w7"]
+
+
 def test_weights_in_place_of_a_slot_free_cpu_memory() -> None:
     """The CPU lacks bytes for one of the streamed weights, and the card has none to spare but a slot's."""
     names = [f"w{i}" for i in range(10)]
