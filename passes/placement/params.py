@@ -28,7 +28,7 @@ class SearchParams:
             keeps ``width_growth`` times as many.
         width_growth: factor from one label search to the next wider one.
         completions: completed labels of a search whose exact seconds and peaks are computed.
-        retries: repetitions of a search with larger margins, and of repairs, where exact peaks exceed a budget.
+        retries: repetitions of a search with larger margins, or of a repair, where peaks exceed a budget.
         local_share: share of the remaining work for one run of the local search.
         round_robin_share: share of all work for placements in which accelerators compute in turn.
         exchange_effort: work of exchanges after the label searches, as a multiple of the whole search's.
