@@ -428,6 +428,7 @@ class StreamedSearch:
                 homes |= {arrays.names[item]: cpu for item in fitting[:1]}
             if homes == evaluation.assignment.weights:
                 break
+            self.effort.charge(3000.0 + 200.0 * arrays.count)
             evaluation = self._evaluate(replace(evaluation.assignment, weights=homes))
         return evaluation
 
