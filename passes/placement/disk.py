@@ -26,7 +26,7 @@ from graphplan.passes.placement.bounds.disk_reads import least_disk_seconds
 from graphplan.passes.placement.certificate import Bound, Scope, Solution, certify
 from graphplan.passes.placement.driver import bound_with_offload, place, probe
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
+from graphplan.passes.placement.infeasible import Advice, explain_infeasible, smallest_budgets
 from graphplan.passes.placement.params import PARAMS, Effort, Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
@@ -58,9 +58,15 @@ def place_or_map(
         return place(problem, limits, warm_start=warm_start)
     placement = _DiskPlacement(problem, mappable, limits)
     solution = placement.run()
-    if solution is None:
-        raise placement.infeasible()
-    return solution
+    if solution is not None:
+        return solution
+    advice = placement.smallest_budgets()
+    if advice is not None:
+        # as in `place`: a placement for larger budgets may fit the given ones
+        evaluation = evaluate(problem, advice.evaluation.assignment)
+        if evaluation.feasible:
+            return certify(evaluation, Bound())
+    raise placement.infeasible(advice)
 
 
 @dataclass
@@ -227,14 +233,17 @@ class _DiskPlacement:
             read += min(nbytes, graph.operations[reader].bytes_accessed) if on_cpu else nbytes
         return read / nbytes, -nbytes
 
-    def infeasible(self) -> InfeasibleError:
+    def smallest_budgets(self) -> Advice | None:
+        """Return budgets that suffice, and a placement for them; None if none is found or wanted."""
+        if not self.limits.advises:
+            return None
+        effort = Limits(self.limits.deadline).work(len(self.problem.graph.operations), PARAMS.advice_effort)
+        closely = not self.limits.caller_retries
+        return smallest_budgets(self.problem, effort, self._probe, closely=closely)
+
+    def infeasible(self, advice: Advice | None) -> InfeasibleError:
         """Return the error where no placement was found, with budgets that suffice."""
-        graph, advice = self.problem.graph, None
-        if self.limits.advises:
-            effort = Limits(self.limits.deadline).work(len(graph.operations), PARAMS.advice_effort)
-            closely = not self.limits.caller_retries
-            advice = smallest_budgets(self.problem, effort, self._probe, closely=closely)
-        error = explain_infeasible(self.problem, advice)
+        graph, error = self.problem.graph, explain_infeasible(self.problem, advice)
         parameters = [weight for weight in graph.weights.values() if weight.kind == "parameter"]
         total = sum(weight.nbytes for weight in parameters)
         mapped = sum(w.nbytes for w in parameters if self.mappable is None or w.name in self.mappable)

@@ -25,7 +25,7 @@ from torch import nn
 import graphplan
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.devices.topology import DeviceSpec, Link, Topology
-from graphplan.ir.graph import Graph
+from graphplan.ir.graph import Graph, Operation, Value, Weight
 from graphplan.ir.schedule import Load
 from graphplan.ir.schedule_checks import check_schedule
 from graphplan.passes.placement import driver
@@ -249,6 +249,27 @@ def test_only_excess_weights_are_on_disk(cpu: int) -> None:
         assert on_disk
         spare = cpu - solution.evaluation.peak("cpu").nbytes
         assert spare < 4096  # another weight would not fit
+
+
+@pytest.mark.full_search
+def test_placement_found_for_larger_budgets_may_fit_the_given() -> None:
+    """No search with the given budgets finds this one, whose weights of 512 and 1024 bytes are on disk."""
+    rows = [  # inputs, bytes of the weight, bytes accessed, bytes of the result
+        (["x"], 512, 400_000, 2048),
+        (["x", "v0"], 0, 500_000, 1024),
+        (["x", "v0", "v1"], 2048, 300_000, 2048),
+        (["x", "v2"], 1024, 0, 0),
+        (["x"], 2048, 700_000, 1024),
+    ]
+    operations, values, weights = [], [Value("x", 512, 512)], []
+    for i, (inputs, held, accessed, made) in enumerate(rows):
+        names = (*inputs, f"w{i}"), (f"v{i}",)
+        operations.append(Operation(f"v{i}", "f", *names, (), 100 * accessed, accessed, {}, ""))
+        values.append(Value(f"v{i}", made, max(512, made), alias_of=None if made else inputs[-1]))
+        weights.append(Weight(f"w{i}", held, ()))
+    graph = Graph(operations, values, weights, ["x"], ["v4"])
+    topology = read_max_memory({0: 10752, "disk": 1536})
+    assert place_or_map(Problem(graph, topology, "cpu")).evaluation.feasible
 
 
 @pytest.mark.parametrize("disk", [2048, 5000])
