@@ -62,6 +62,7 @@ class Memory:
 
 
 OPTIMIZER = "optimizer"  # the operation of a peak during the optimizer's update
+OUTPUT = "output"  # the operation of a peak while the results return to the caller
 _TOGETHER = ("cuda", "xpu")  # device types on which optimizers update all parameters at once
 _LASTING = 0  # the number of all storages that last for the whole call, which are counted apart
 
@@ -306,7 +307,7 @@ class _Sweep:
     def _operation_of(self, index: int) -> str:
         """Return the operation that runs at a step, or the first one after it."""
         following = (step.operation for step in self.schedule.steps[index:] if isinstance(step, Run))
-        return next(following, "output")
+        return next(following, OUTPUT)
 
 
 def _device_of(step: Step) -> DeviceKey:

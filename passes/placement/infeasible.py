@@ -8,11 +8,15 @@ from dataclasses import dataclass, replace
 
 from graphplan.devices.topology import ALIGNMENT, DeviceKey, Topology
 from graphplan.errors import InfeasibleError
+from graphplan.ir.liveness import OPTIMIZER, OUTPUT
 from graphplan.message_text import readable_bytes
 from graphplan.passes.placement.evaluate import Evaluation, evaluate_filled
 from graphplan.passes.placement.params import PARAMS, Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import on_one_device, unread_weights
+
+# of a pass; a peak there is that of no operation
+_PARTS = {"": "its weights", OUTPUT: "its results", OPTIMIZER: "the optimizer's step"}
 
 Probe = Callable[[Problem, Effort], Evaluation | None]
 
@@ -114,7 +118,8 @@ def _listed(budgets: Mapping[DeviceKey, int]) -> str:
 
 
 def _described(problem: Problem, name: str) -> str:
+    if name in _PARTS:
+        return _PARTS[name]
     operation = problem.graph.operations.get(name)
-    if operation is None:
-        return "its weights"
-    return f"{name!r} (in {operation.module_path})" if operation.module_path else repr(name)
+    module_path = "" if operation is None else operation.module_path
+    return f"{name!r} (in {module_path})" if module_path else repr(name)

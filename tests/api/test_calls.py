@@ -291,6 +291,40 @@ def test_call_with_few_weights_leaves_room_for_large_activations() -> None:
         assert bound <= total(solutions, counts) * (1 + 1e-9)
 
 
+@pytest.mark.full_search
+@pytest.mark.parametrize("lighter_first", [True, False])
+@pytest.mark.parametrize("budgets", [{0: 20 * KIB, 1: 10 * KIB}, {0: 24 * KIB, "cpu": 4 * KIB}])
+def test_error_of_one_call_names_budgets_for_all(budgets: dict[Any, int], lighter_first: bool) -> None:
+    """Regression: they sufficed for the first call that does not fit, and not for the others."""
+    graphs = [readers(WEIGHTS, list(WEIGHTS), activation=nbytes) for nbytes in (512, 6 * KIB)]
+    if not lighter_first:
+        graphs.reverse()
+    with pytest.raises(graphplan.InfeasibleError, match="These budgets suffice") as caught:
+        joint(graphs, [1.0, 1.0], budgets)
+    assert caught.value.device in budgets
+    assert caught.value.operation
+    assert all(one.evaluation.feasible for one in joint(graphs, [1.0, 1.0], caught.value.needed))
+
+
+@pytest.mark.full_search
+def test_placement_of_all_calls_found_by_a_short_search() -> None:
+    """Regression: longer searches do not find it, and the error named the given budgets as sufficient."""
+    weights = {"w0": 3584, "w1": 4096, "w2": 2560, "w3": 1024, "w4": 2560}
+    reads = ["w0", "w4", "w1", "w3"], ["w1", "w3", "w0"]
+    results = [2048, 512, 2048, 512], [4096, 1024, 512]
+    graphs = []
+    for names, sizes, flops in zip(reads, results, (8_000_000, 40_000_000), strict=True):
+        graph = readers(weights, names, flops=flops)
+        operations = [
+            replace(one, inputs=("v0", *one.inputs)) if one.name == "v2" else one
+            for one in graph.operations.values()
+        ]
+        values = [graph.values["x"], *(Value(f"v{i}", size, size) for i, size in enumerate(sizes))]
+        graphs.append(graph.changed(operations=operations, values=values))
+    solutions = joint(graphs, [1.0, 1.0], {0: 8704, 1: 9728, "cpu": 11008})
+    assert all(one.evaluation.feasible for one in solutions)
+
+
 def test_decode_leaves_room_for_activations_of_a_prefill() -> None:
     """Two GPUs hold the model; the decode alone would fill the faster one with weights."""
     prefill, decode = (llama(12, 2048, 5632, 512, 32000, rows) for rows in (512, 1))

@@ -39,7 +39,7 @@ from graphplan.passes.placement.driver import (
     probe,
 )
 from graphplan.passes.placement.evaluate import Evaluation
-from graphplan.passes.placement.infeasible import smallest_budgets
+from graphplan.passes.placement.infeasible import Advice, explain_infeasible, smallest_budgets
 from graphplan.passes.placement.params import PARAMS, Effort, Limits
 from graphplan.passes.placement.problem import Problem
 
@@ -102,10 +102,14 @@ def place_jointly(
     problems = [call.with_homes(pinned) for call in calls]
     starts_alone: Sequence[Assignment | None] = warm_starts or [None] * len(calls)
     searches = 4 * len(calls)
-    alone = [
-        place(problem, _one_of(limits, searches - done), warm_start=warm_start)
-        for done, (problem, warm_start) in enumerate(zip(problems, starts_alone, strict=True))
-    ]
+    try:
+        alone = [
+            place(problem, _one_of(limits, searches - done), warm_start=warm_start)
+            for done, (problem, warm_start) in enumerate(zip(problems, starts_alone, strict=True))
+        ]
+    except InfeasibleError as error:
+        nearest = _smallest_budgets(calls, limits) if len(calls) > 1 and limits.advises else None
+        raise error if nearest is None else explain_infeasible(calls[0].problem, nearest) from None
 
     def find(problem: Problem) -> Evaluation | None:
         solution = attempt(problem, replace(_one_of(limits, searches), proves=False), None)
@@ -120,7 +124,7 @@ def place_jointly(
         if starts and (number or limits.over):
             break  # further starts are for budgets that are hard to keep
     if not starts:
-        raise _infeasible(calls, limits)
+        starts.append(_found_by_probes(calls, limits))
     exchanged = [exchange(problems, weights, start, limits.one_of(2 * len(starts))) for start in starts]
     best = min(exchanged, key=partial(weighted_seconds, weights))
     if not limits.over:
@@ -248,21 +252,26 @@ def _search_again(calls: Sequence[Call], start: Sequence[Evaluation], limits: Li
     return best
 
 
-def _infeasible(calls: Sequence[Call], limits: Limits) -> InfeasibleError:
-    """Return the error for passes that fit alone but not together, with budgets that suffice for all."""
+def _found_by_probes(calls: Sequence[Call], limits: Limits) -> list[Evaluation]:
+    """Return a placement of all passes that a short search finds where longer ones find none.
+
+    Raises:
+        InfeasibleError: it finds none either; the error names budgets with which it finds one.
+    """
     message = (
         f"no placement of the weights was found that keeps the budgets for all {len(calls)} of calls=, "
         "though each fits alone"
     )
-    problem = calls[0].problem
-    nearest = None
-    if limits.advises:
-        effort = Limits(limits.deadline).work(sum(len(call.problem.graph.operations) for call in calls))
-        nearest = smallest_budgets(problem, effort, partial(_probe_jointly, calls))
+    if not limits.advises:
+        raise InfeasibleError(message)
+    start = _probe_jointly(calls, _advice_effort(calls, limits))
+    if start is not None:
+        return start
+    nearest = _smallest_budgets(calls, limits)
     if nearest is None:
-        return InfeasibleError(message)
-    available = problem.topology.budgets
-    return InfeasibleError(
+        raise InfeasibleError(message)
+    available = calls[0].problem.topology.budgets
+    raise InfeasibleError(
         f"{message}. These budgets suffice: max_memory={dict(nearest.budgets)}; "
         f"the given ones are {available}",
         needed=nearest.budgets,
@@ -270,20 +279,33 @@ def _infeasible(calls: Sequence[Call], limits: Limits) -> InfeasibleError:
     )
 
 
-def _probe_jointly(calls: Sequence[Call], problem: Problem, effort: Effort) -> Evaluation | None:
-    """Return the first pass's placement on the problem's devices, with the highest peaks of all passes."""
-    grown = [call.on(problem.topology) for call in calls]
-    pinned = _pinned(grown)
-    alone = [probe(call.with_homes(pinned), effort) for call in grown]
+def _advice_effort(calls: Sequence[Call], limits: Limits) -> Effort:
+    return Limits(limits.deadline).work(sum(len(call.problem.graph.operations) for call in calls))
+
+
+def _smallest_budgets(calls: Sequence[Call], limits: Limits) -> Advice | None:
+    """Return budgets with which a short search finds a placement of all passes; None if it finds none."""
+
+    def highest(problem: Problem, effort: Effort) -> Evaluation | None:
+        """Return the first pass's placement on the problem's devices, with the highest peaks of all."""
+        joint = _probe_jointly([call.on(problem.topology) for call in calls], effort)
+        if joint is None:
+            return None
+        peaks = {
+            key: max((evaluation.peak(key) for evaluation in joint), key=lambda peak: peak.nbytes)
+            for key in problem.topology.keys
+        }
+        return replace(joint[0], highest=peaks)
+
+    return smallest_budgets(calls[0].problem, _advice_effort(calls, limits), highest)
+
+
+def _probe_jointly(calls: Sequence[Call], effort: Effort) -> list[Evaluation] | None:
+    """Return a placement of all passes that a short search finds; None if it finds none."""
+    pinned = _pinned(calls)
+    alone = [probe(call.with_homes(pinned), effort) for call in calls]
     possible = [evaluation for evaluation in alone if evaluation is not None]
     if len(possible) < len(calls):
         return None
-    starts = _Starts(grown, pinned, partial(probe, effort=effort)).each(possible)
-    joint = next((start for start in starts if start is not None), None)
-    if joint is None:
-        return None
-    peaks = {
-        key: max((evaluation.peak(key) for evaluation in joint), key=lambda p: p.nbytes)
-        for key in problem.topology.keys
-    }
-    return replace(joint[0], highest=peaks)
+    starts = _Starts(calls, pinned, partial(probe, effort=effort)).each(possible)
+    return next((start for start in starts if start is not None), None)
