@@ -144,6 +144,7 @@ def test_offloaded_model_can_be_saved_copied_and_run(tmp_path: Any) -> None:
         assert largest_difference(model_copy(**inputs), expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_inputs_added_by_exporter_match_call_sizes() -> None:
     # seen on the images of Cohere's Compass: their positions counted as without bounds, 2 ** 57 bytes
     made = build("cohere_compass_vision")

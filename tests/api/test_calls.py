@@ -76,7 +76,7 @@ def run_all(machine: Any, placed: Any, calls: list[dict[str, Any]]) -> list[Any]
         {0: 0.7, 1: 0.7},
         pytest.param({0: 0.6, "cpu": 4.0}, marks=pytest.mark.slow),
         {0: 2.0},
-        {0: 0.4, 1: 0.4, "cpu": 4.0},
+        pytest.param({0: 0.4, 1: 0.4, "cpu": 4.0}, marks=pytest.mark.slow),
     ],
 )
 def test_results_equal_and_budgets_hold_in_every_call(shares: dict[Any, float]) -> None:

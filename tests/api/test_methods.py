@@ -394,6 +394,7 @@ def test_submodule_referenced_before_first_call_is_placed() -> None:
         assert len(made.plans) == 1
 
 
+@pytest.mark.slow
 def test_calls_may_name_methods() -> None:
     model = Pair().eval()
     calls = [("vae.encode", (X,), {}), ("vae.decode", (X,), {}), ("head", (X,), {}), ((X,), {})]

@@ -204,6 +204,7 @@ def test_block_changing_a_cache_directly_is_traced(copies: list[str]) -> None:
     assert dict(zip(layout.keys, layout.parts, strict=True))["updates"].value == 7
 
 
+@pytest.mark.slow
 def test_training(copies: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     _deeper(monkeypatch)
     (architecture,) = (one for one in architectures.TABLE if one.stem == "GPT2")

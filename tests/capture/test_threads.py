@@ -125,6 +125,7 @@ def model_and_inputs(number: int) -> tuple[nn.Module, dict[str, Any]]:
     return nn.Sequential(nn.Linear(width, 8), nn.ReLU(), nn.Linear(8, width)), {"input": torch.ones(3, width)}
 
 
+@pytest.mark.slow
 def test_four_threads_partition_at_once_without_leftovers() -> None:
     for number in range(4):
         model_and_inputs(number)

@@ -358,6 +358,7 @@ def test_a_graph_serves_all_inputs_with_one_answer(machine: Any) -> None:
     assert len(placed.plans) == 2
 
 
+@pytest.mark.slow
 def test_many_input_answers_end_in_running_without_graphs(machine: Any) -> None:
     eager = Gridded()
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, gridded((1, 1), (1, 1)))

@@ -189,6 +189,7 @@ def test_next_count_is_next_to_the_best(
     assert next_count(seconds, guess, most) == expected
 
 
+@pytest.mark.slow
 def test_fewer_segments_are_offloaded_if_cpu_memory_is_short() -> None:
     """Not all fit there, but as many as the accelerator needs to free."""
     with torch.device("meta"):

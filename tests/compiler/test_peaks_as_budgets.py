@@ -78,6 +78,7 @@ def refused(model: nn.Module, budgets: dict[Any, int], x: torch.Tensor) -> Itera
                     yield f"{less}, needed {error.needed}"
 
 
+@pytest.mark.slow
 @pytest.mark.full_search
 def test_peaks_of_sliced_streamed_weights_are_placed_again() -> None:
     """Regression: short searches alone judged the slicings."""

@@ -96,6 +96,7 @@ def test_add_adapter_of_a_placed_model_raises() -> None:
     graphplan.unplace(placed).add_adapter(config)
 
 
+@pytest.mark.slow
 def test_generate_of_an_adapted_model_does_not_retrace() -> None:
     """PEFT's ``generate`` sets a method of the base model, and sets it back."""
     model = adapted(peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))

@@ -383,6 +383,7 @@ def test_plan_device_map_works_in_dispatch_and_from_pretrained(
             assert largest_difference(run_there(placed, on_sim), expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_given_device_map_is_kept() -> None:
     (architecture,) = [one for one in TABLE if one.stem == "Llama"]
     model, inputs = architecture.build()

@@ -279,6 +279,7 @@ def test_offloaded_cache_is_on_its_planned_device(make: Callable[[], Any]) -> No
         assert len(placed.plans) == known  # another stream is not another structure
 
 
+@pytest.mark.slow
 def test_self_referencing_cache_runs_module_by_module() -> None:
     """Offloaded, too."""
     model = llama()

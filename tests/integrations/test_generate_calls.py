@@ -30,9 +30,8 @@ def budgets_of(model: Any, share: float, spare: int = 0) -> dict[int | str, int]
     return {0: each, 1: each}
 
 
-@pytest.mark.parametrize(
-    "family", ["short llama", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["short llama", *FAMILIES])
 def test_generate_needs_no_more_plans(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planned, plan_call = list[Any](), Compiler.plan
 
@@ -244,6 +243,7 @@ def test_calls_made_by_generate_are_planned() -> None:
         assert len(placed.plans) == known
 
 
+@pytest.mark.slow
 @pytest.mark.full_search  # the budgets are tight
 def test_larger_budgets_stay_feasible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate_plan, "calls_of_generate", lambda *_: [])  # for time
@@ -278,6 +278,7 @@ def test_unplannable_call_keeps_the_other_plans(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(found, model.generate(**inputs_of("llama"), max_new_tokens=4, do_sample=False))
 
 
+@pytest.mark.slow
 def test_a_quantised_cache_grows_in_one_graph() -> None:
     """Its layers have pairs of a tensor and its scale, which are replaced at each token."""
     if not hasattr(cache_utils, "Fp8QuantizedLayer"):
@@ -379,9 +380,8 @@ def _seeing(tower: str) -> Any:
     return transformers.LlavaForConditionalGeneration(config).eval()
 
 
-@pytest.mark.parametrize(
-    "tower", [pytest.param("CLIPVisionConfig", marks=pytest.mark.slow), "PixtralVisionConfig"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("tower", ["CLIPVisionConfig", "PixtralVisionConfig"])
 def test_text_about_an_image_is_generated_with_graphs(
     tower: str, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -91,7 +91,8 @@ def logits(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
 @pytest.mark.filterwarnings(
     "ignore:`past_key_values` is deprecated:FutureWarning"
 )  # transformers 5.24 renames it
-@pytest.mark.parametrize("form", [pytest.param("position", marks=pytest.mark.slow), "dict"])
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["position", "dict"])
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_cache_in_unnamed_argument_is_extended(form: str) -> None:
     in_dict = form == "dict"

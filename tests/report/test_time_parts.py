@@ -63,6 +63,7 @@ def test_advice_suggests_more_memory() -> None:
     assert advice(replace(llama_plan(), method="hooks")) == ""
 
 
+@pytest.mark.slow
 def test_more_memory_helps_with_fixed_weights() -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     plan = graphplan.plan(model, {0: "600KiB", "cpu": "4MiB"}, (torch.ones(64, 256),))

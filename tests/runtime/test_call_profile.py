@@ -29,6 +29,7 @@ def profile() -> Profile:
     return found
 
 
+@pytest.mark.slow
 def test_every_step_is_measured_once(profile: Profile) -> None:
     plan = profile.plan
     free = {e.name for e in plan.timeline.events if e.kind == "run" and e.start == e.end}

@@ -85,6 +85,7 @@ def test_simulated_devices_yield_no_speeds() -> None:
     assert set(speeds) == {"cpu"}
 
 
+@pytest.mark.slow
 def test_cases_run_and_are_small() -> None:
     cases = list(operation_cases(torch.device("cpu"), torch.float32))
     types = {case.type for case in cases}

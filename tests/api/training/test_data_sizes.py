@@ -75,9 +75,10 @@ def batch(rows: int, length: int, labelled: float, seed: int = 0) -> dict[str, t
 CALLS = ((4, 12, 0.5), (4, 12, 1.0), (4, 12, 0.0), (3, 10, 0.3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "configuration"),
-    [*(pytest.param(Routed, n, marks=pytest.mark.slow) for n in (0, 2)), (Unpadded, 1)],
+    [(Routed, 0), (Routed, 2), (Unpadded, 1)],
     ids=["half", "two accelerators", "unpadded"],
 )
 def test_data_dependent_sizes_are_traced_in_training(make: Any, configuration: int) -> None:

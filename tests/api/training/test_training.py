@@ -536,7 +536,7 @@ def two_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.
     ("kind", "options"),
     [
         (Stack, {"train": True}),
-        (Asking, {"grad": True}),
+        pytest.param(Asking, {"grad": True}, marks=pytest.mark.slow),
         pytest.param(Stack, {"grad": True}, marks=pytest.mark.slow),
         pytest.param(Asking, {"train": True}, marks=pytest.mark.slow),
     ],
@@ -1149,10 +1149,8 @@ def test_a_plan_of_a_step_is_data() -> None:
     assert again.peak_bytes == plan.peak_bytes
 
 
-@pytest.mark.parametrize(
-    ("share", "forbidden"),
-    [(0.4, "recompute"), pytest.param(0.6, "offload_activations", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "forbidden"), [(0.4, "recompute"), (0.6, "offload_activations")])
 def test_given_plan_of_a_step_needs_no_search(
     wide: int, share: float, forbidden: str, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ SAMPLE = (
     "Llama", "GPT2", "Mixtral", "Gemma3", "OPT", "Bert", "T5", "Whisper", "ViT", "ResNet", "CLIP", "Bloom",
     "GPTNeoX",
 )  # fmt: skip
-QUICK = {"ViT", "convnet", "tied"}
+QUICK = {"ViT", "tied"}
 # random choices of which layers run, or what is masked, decide what they compute in train mode; or it has a
 # own backward, which is not the derivative
 UNTRACED = ("M2M100", "Wav2Vec2", "Hubert", "RecurrentGemma")

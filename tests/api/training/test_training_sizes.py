@@ -124,7 +124,8 @@ def test_image_sizes_become_dynamic_after_the_first_change() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "blocks"), [((4, 8), 0), ((1, 8), 0), pytest.param((4, 8), 1, marks=pytest.mark.slow)]
+    ("first", "blocks"),
+    [((1, 8), 0), *(pytest.param((4, 8), n, marks=pytest.mark.slow) for n in (0, 1))],
 )
 def test_a_size_of_one_is_another_structure(first: tuple[int, int], blocks: int) -> None:
     made = Text(blocks)
@@ -194,6 +195,7 @@ def test_step_untraceable_with_symbols_has_one_size_per_graph(
     assert tries == [False, True, False, False]
 
 
+@pytest.mark.slow
 def test_limits_plan_for_the_largest_sizes_at_once() -> None:
     made = Text()
     eager, budget = copy.deepcopy(made), needed(made, text_of(6, 12))

@@ -91,7 +91,7 @@ ALL = (SHORT, PACKED, LONG)
 @pytest.mark.parametrize(
     ("train", "window", "kinds"),
     [
-        (False, None, (SHORT, PACKED)),
+        pytest.param(False, None, (SHORT, PACKED), marks=pytest.mark.slow),
         (False, 8, (SHORT,)),
         (True, 8, (LONG,)),
         pytest.param(False, None, ALL, marks=pytest.mark.slow),

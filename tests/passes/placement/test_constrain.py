@@ -119,6 +119,7 @@ def test_pin_of_shared_weight_overrides_pins_of_modules(order: int) -> None:
     assert (plan.device_of("embed"), plan.device_of("head")) == (0, 1)
 
 
+@pytest.mark.slow
 def test_pin_of_whole_model_keeps_caches_with_their_layers() -> None:
     model, ids = build("gpt2").eval(), torch.arange(4)[None]
     with graphplan.simulate({0: "8MiB", 1: "8MiB"}) as machine, torch.no_grad():
@@ -171,6 +172,7 @@ def test_offload_false_without_accelerator_raises() -> None:
         placed_chain({"cpu": 1 << 20}, offload=False)
 
 
+@pytest.mark.slow
 def test_without_cpu_compute_weights_are_streamed() -> None:
     problem = Problem(chain(6), read_max_memory({0: 12 * KIB, "cpu": 1 << 20}), "cpu")
     found = place(constrain(problem, Constraints(cpu_compute=False))).evaluation
@@ -305,6 +307,7 @@ def test_reader_of_weight_larger_than_buffer_runs_elsewhere() -> None:
     assert beside_a_buffer(KIB, streaming=False).allowed == {}  # copied one by one
 
 
+@pytest.mark.slow
 @pytest.mark.full_search
 def test_plan_quality_does_not_depend_on_input_device() -> None:
     # it was planned for inputs of twice the size, which have room on the CPU alone: 300 times as slow
@@ -355,6 +358,7 @@ def test_seconds_with_room_ignore_budgets_and_buffer_limits() -> None:
     assert seconds_with_room(slow) == seconds_with_room(tight) < slow.makespan / 100
 
 
+@pytest.mark.slow
 def test_pinned_weight_does_not_suppress_memory_advice() -> None:
     model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 512)).eval()
     speeds = {0: graphplan.Speed(1e14, 1e12, 4e-6), "cpu": graphplan.Speed(1e10, 1e10, 4e-6)}

@@ -137,6 +137,7 @@ def test_weights_on_disk_are_computed_with(budgets: dict[Any, int], saved: Any) 
         assert graphplan.Plan.from_json(placed.plan.to_json()) == placed.plan
 
 
+@pytest.mark.slow
 def test_loads_from_disk_name_the_disk(saved: Any) -> None:
     budgets = {0: 2 * BLOCK + ROOM, "cpu": 2 * BLOCK + ROOM, "disk": 1 << 20}
     with mapped(saved[1], budgets, cpu_compute=False) as (placed, _):
@@ -367,6 +368,7 @@ def test_infeasible_later_call_does_not_ask_for_checkpoint(saved: Any) -> None:
     assert "in the model's dtype" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_infeasible_error_names_sufficient_budgets_with_disk(saved: Any) -> None:
     budgets = {0: 2048, "cpu": 1024, "disk": 1 << 20}
     with graphplan.simulate({0: 1 << 20}):

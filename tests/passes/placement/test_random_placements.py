@@ -106,6 +106,7 @@ def test_exact_search_is_not_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(calls.values()) <= 1 + PARAMS.retries + len(problem.topology.devices)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 def test_zero_relaxation_bound_is_accepted() -> None:
     """Streamed labels that cost alike are ordered by bytes; how alike is a share of the bound."""
@@ -140,7 +141,8 @@ def test_problems_with_a_disk(block: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("seed", [pytest.param(29, marks=pytest.mark.slow), 41])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [29, 41])
 def test_peaks_on_disk_as_budgets_are_placed_again(seed: int) -> None:
     problem = with_disk(random_instance(seed, WITH_DISK))
     peaks = peaks_or_given(

@@ -203,6 +203,7 @@ class HiddenStates(nn.Module):
         return result if stop is not None and float(stop) > 5 else {**result, "hidden": found.hidden_states}
 
 
+@pytest.mark.slow
 def test_hooks_added_by_the_model_keep_graphs_valid() -> None:
     eager, ids = HiddenStates().eval(), torch.arange(6)[None]
     with (

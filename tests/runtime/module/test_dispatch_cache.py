@@ -199,6 +199,7 @@ def test_calls_of_many_structures_equal_eager_mode() -> None:
         placed(x, None, None)
 
 
+@pytest.mark.slow
 def test_route_accepts_caches_of_its_structure() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -127,6 +127,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_each_change_is_retraced_once() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:

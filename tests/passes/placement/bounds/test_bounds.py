@@ -265,6 +265,7 @@ def test_a_search_without_a_choice_ends() -> None:
     assert placed == {name: i % 2 for i, name in enumerate(graph.operations)}
 
 
+@pytest.mark.slow
 def test_streaming_devices_compute_in_round_robin() -> None:
     """Each accelerator computes while the other streams, which no contiguous placement lets them do."""
     graph = layers(24, 8 << 20, kinds=1)

@@ -181,6 +181,7 @@ def test_unread_weight_moves_to_gpu_if_cpu_is_full(
     assert place(problem).evaluation.assignment.weights["tower"] == CPU
 
 
+@pytest.mark.slow
 def test_first_placement_over_mixed_gpus_beats_module_map() -> None:
     """A U-Net over eight cards and the CPU: accelerate's map takes 20.4 ms, segments in any order 21.8."""
     problem = second_set(331)["331.08-unet-8-cpu"]().problem
