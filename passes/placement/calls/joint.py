@@ -102,9 +102,10 @@ def place_jointly(
     problems = [call.with_homes(pinned) for call in calls]
     starts_alone: Sequence[Assignment | None] = warm_starts or [None] * len(calls)
     searches = 4 * len(calls)
+    limits_alone = replace(limits, caller_retries=limits.caller_retries or len(calls) > 1)
     try:
         alone = [
-            place(problem, _one_of(limits, searches - done), warm_start=warm_start)
+            place(problem, _one_of(limits_alone, searches - done), warm_start=warm_start)
             for done, (problem, warm_start) in enumerate(zip(problems, starts_alone, strict=True))
         ]
     except InfeasibleError as error:
@@ -297,7 +298,8 @@ def _smallest_budgets(calls: Sequence[Call], limits: Limits) -> Advice | None:
         }
         return replace(joint[0], highest=peaks)
 
-    return smallest_budgets(calls[0].problem, _advice_effort(calls, limits), highest)
+    closely = not limits.caller_retries
+    return smallest_budgets(calls[0].problem, _advice_effort(calls, limits), highest, closely=closely)
 
 
 def _probe_jointly(calls: Sequence[Call], effort: Effort) -> list[Evaluation] | None:
