@@ -92,10 +92,9 @@ def _edges(plan: PlanData, boxes: dict[str, _Box]) -> Iterator[str]:
     for maker, reader, values in plan.graph.edges():
         if maker in boxes and reader in boxes and boxes[maker] != boxes[reader]:
             passed.setdefault((boxes[maker], boxes[reader]), set()).update(values)
-    device = {stage.index: stage.device for stage in plan.stages}
     for (source, target), copied in passed.items():
         note = ""
-        if device[source.stage] != device[target.stage]:
+        if plan.stages[source.stage].device != plan.stages[target.stage].device:
             nbytes = sum(plan.graph.values[value].copy_bytes for value in copied)
             note = f' [label={_quote(size_text(nbytes))}, color="#c75d1c", fontcolor="#c75d1c", penwidth=2]'
         yield f"  {_quote(source.name)} -> {_quote(target.name)}{note};"

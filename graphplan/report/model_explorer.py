@@ -7,6 +7,7 @@ The graph is a ``GraphCollection`` and the colours are ``NodeDataProviderData``,
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,38 +61,45 @@ def _stage_name(index: int, device: object) -> str:
 def _nodes(plan: PlanData) -> list[dict[str, Any]]:
     graph, namespaces = plan.graph, _namespaces(plan)
     position = {value: i for op in graph.operations.values() for i, value in enumerate(op.outputs)}
-    nodes = []
-    for operation in graph.operations.values():
-        sources = [(i, name) for i, name in enumerate(operation.inputs) if name in graph.producer]
-        nodes.append(
-            {
-                "id": operation.name,
-                "label": operation.target,
-                "namespace": namespaces.get(operation.name, "on the host"),
-                "attrs": _attributes(plan, operation),
-                "incomingEdges": [
-                    {
-                        "sourceNodeId": graph.producer[name],
-                        "sourceNodeOutputId": str(position[name]),
-                        "targetNodeInputId": str(i),
-                    }
-                    for i, name in sources
-                ],
-                "inputsMetadata": [
-                    {"id": str(i), "attrs": [{"key": "name", "value": name}]}
-                    for i, name in enumerate(operation.inputs)
-                ],
-                "outputsMetadata": [
-                    {"id": str(i), "attrs": _metadata(plan, name)} for i, name in enumerate(operation.outputs)
-                ],
-            }
-        )
-    return nodes
+    return [
+        {
+            "id": operation.name,
+            "label": operation.target,
+            "namespace": namespaces.get(operation.name, "on the host"),
+            "attrs": _attributes(_facts(plan, operation)),
+            "incomingEdges": [
+                {
+                    "sourceNodeId": graph.producer[name],
+                    "sourceNodeOutputId": str(position[name]),
+                    "targetNodeInputId": str(i),
+                }
+                for i, name in enumerate(operation.inputs)
+                if name in graph.producer
+            ],
+            "inputsMetadata": [
+                {"id": str(i), "attrs": _attributes({"name": name})}
+                for i, name in enumerate(operation.inputs)
+            ],
+            "outputsMetadata": [
+                {
+                    "id": str(i),
+                    "attrs": _attributes({"name": name, "tensor_shape": shape_text(graph.values[name])}),
+                }
+                for i, name in enumerate(operation.outputs)
+            ],
+        }
+        for operation in graph.operations.values()
+    ]
 
 
-def _attributes(plan: PlanData, operation: Operation) -> list[dict[str, str]]:
+def _attributes(facts: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the facts that are not empty, as the format has them."""
+    return [{"key": key, "value": value} for key, value in facts.items() if value]
+
+
+def _facts(plan: PlanData, operation: Operation) -> dict[str, str]:
     weights = [plan.graph.weights[name] for name in operation.inputs if name in plan.graph.weights]
-    facts = {
+    return {
         "device": str(plan.schedule.assignment.operations[operation.name]),
         "module": operation.module_path,
         "FLOP": f"{operation.flops:,}" if operation.flops else "",
@@ -99,12 +107,6 @@ def _attributes(plan: PlanData, operation: Operation) -> list[dict[str, str]]:
         "weights": ", ".join(f"{weight.name} ({size_text(weight.nbytes)})" for weight in weights),
         "source": operation.source,
     }
-    return [{"key": key, "value": value} for key, value in facts.items() if value]
-
-
-def _metadata(plan: PlanData, name: str) -> list[dict[str, str]]:
-    shape = shape_text(plan.graph.values[name])
-    return [{"key": "name", "value": name}, *([{"key": "tensor_shape", "value": shape}] if shape else [])]
 
 
 def _groups(plan: PlanData) -> dict[str, dict[str, str]]:

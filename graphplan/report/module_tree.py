@@ -117,10 +117,7 @@ def _module(child: str, path: str, members: Sequence[str], paths: dict[str, str]
     inner_path = f"{path}.{child}" if path else child
     children = _children(members, inner_path, paths)
     if len(children) == 1 and isinstance(children[0], Group) and children[0].kind == "module":
-        only = children[0]
-        return Group(
-            "module", _label(only.path, path), only.path, operations=only.operations, children=only.children
-        )
+        inner_path, children = children[0].path, children[0].children
     return Group("module", _label(inner_path, path), inner_path, operations=tuple(members), children=children)
 
 

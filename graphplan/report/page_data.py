@@ -51,9 +51,8 @@ def _positions(items: Iterable[Any]) -> dict[Any, int]:
 class _PageWriter:
     def __init__(self, plan: PlanData, measured: Measured | None, remarks: Remarks) -> None:
         self.plan, self.graph, self.measured, self.remarks = plan, plan.graph, measured, remarks
-        specs = [spec.key for spec in plan.topology.devices]
-        self.keys = specs if plan.schedule.host in specs else [*specs, plan.schedule.host]
-        self.device = _positions(self.keys)
+        self.device = _positions((*plan.topology.keys, plan.schedule.host))
+        self.keys = list(self.device)
         self.colours = device_colours(plan.topology)
         self.operation, self.weight = _positions(self.graph.operations), _positions(self.graph.weights)
         self.seconds = run_seconds(plan.timeline)

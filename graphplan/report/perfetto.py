@@ -13,7 +13,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphplan.devices.topology import DeviceKey
 from graphplan.ir.plan_data import PlanData
 from graphplan.ir.timeline import Event, Measured, Timeline
 from graphplan.report.data_flows import find_flows, made_bytes, timed_steps
@@ -37,8 +36,8 @@ def to_trace(plan: PlanData, measured: Measured | None = None) -> str:
 class _TraceWriter:
     def __init__(self, plan: PlanData) -> None:
         self.plan = plan
-        keys: list[DeviceKey] = [*plan.topology.keys, plan.schedule.host]
-        self.device = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+        keys = dict.fromkeys((*plan.topology.keys, plan.schedule.host))
+        self.device = {key: index for index, key in enumerate(keys)}
 
     def _track(self, event: Event) -> int:
         return 3 * self.device[event.device] + _TRACKS[event.kind]

@@ -75,6 +75,10 @@ class _Picture:
     def _x(self, seconds: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * seconds / (self.plan.makespan or 1.0)
 
+    def _top(self, device: DeviceKey) -> int:
+        """Return the y of the upper edge of a device's stages."""
+        return _HEAD + self.lane[device] * _LANE + 18
+
     def _head(self) -> Iterator[str]:
         plan = self.plan
         yield text(20, 26, self.title, INK, size=16, weight=600)
@@ -91,21 +95,18 @@ class _Picture:
         yield rect(0, top, _WIDTH, _LANE, colour, opacity=0.05)
         yield f'<line x1="0" x2="{_WIDTH}" y1="{top}" y2="{top}" stroke="{_LINE}"/>'
         yield text(20, top + 30, name, colour, weight=600, size=13)
-        peak = size_text(self.plan.peak_bytes[spec.key])
-        yield text(20, top + 48, peak, MUTED)
+        yield text(20, top + 48, size_text(self.plan.peak_bytes[spec.key]), MUTED)
         yield text(20, top + 64, f"of {size_text(spec.memory)}", MUTED)
 
     def _stages(self) -> Iterator[str]:
         runs = {e.name: e for e in self.plan.timeline.events if e.kind == "run"}
         for stage, group in zip(self.plan.stages, stage_groups(self.plan), strict=True):
-            index, colour = self.lane[stage.device], self.colours[stage.device][0]
-            start = self._x(runs[stage.operations[0]].start)
-            width = max(1.5, self._x(runs[stage.operations[-1]].end) - start)
-            top = _HEAD + index * _LANE + 18
-            seconds = runs[stage.operations[-1]].end - runs[stage.operations[0]].start
-            lines = (group.label, f"{time_text(seconds)}, {count_text(len(stage.operations), 'op')}")
+            first, last = runs[stage.operations[0]].start, runs[stage.operations[-1]].end
+            start, top, colour = self._x(first), self._top(stage.device), self.colours[stage.device][0]
+            width, took = max(1.5, self._x(last) - start), time_text(last - first)
+            lines = (group.label, f"{took}, {count_text(len(stage.operations), 'op')}")
             yield titled(
-                f"stage {stage.index}: {group.label}, {time_text(seconds)}",
+                f"stage {stage.index}: {group.label}, {took}",
                 rect(start, top, width, _BOX, colour, opacity=0.28, stroke=colour),
                 *(
                     text(start + width / 2, top + 17 + 15 * row, line, INK, anchor="middle", size=11)
@@ -117,8 +118,7 @@ class _Picture:
     def _streams(self) -> Iterator[str]:
         for flow in self.flows:
             if flow.kind == "weight":
-                index = self.lane[flow.destination]
-                top = _HEAD + index * _LANE + 18 + _BOX + 8
+                top = self._top(flow.destination) + _BOX + 8
                 width = max(0.75, self._x(flow.end) - self._x(flow.start) - 0.5)
                 note = f"{', '.join(flow.names)}: {size_text(flow.nbytes)} from {device_text(flow.source)}"
                 colour = self.colours[flow.destination][0]
@@ -140,10 +140,8 @@ class _Picture:
         return drawn
 
     def _arrow(self, arrow: Flow) -> Iterator[str]:
-        source, target = self.lane[arrow.source], self.lane[arrow.destination]
-        down = target > source
-        start = _HEAD + source * _LANE + 18 + (_BOX if down else 0)
-        end = _HEAD + target * _LANE + 18 + (0 if down else _BOX)
+        start, end = self._top(arrow.source), self._top(arrow.destination)
+        start, end = (start + _BOX, end) if end > start else (start, end + _BOX)
         x1, x2 = self._x(arrow.start), self._x(arrow.end)
         size = size_text(arrow.nbytes)
         yield (

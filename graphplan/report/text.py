@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import cycle
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
 from graphplan.ir.graph_elements import Operation, Value
@@ -21,11 +22,9 @@ _OTHER = {CPU: ("#64748b", "#94a3b8"), DISK: ("#8a6d52", "#c1a487")}
 
 def device_colours(topology: Topology) -> dict[DeviceKey, tuple[str, str]]:
     """Return device key -> its colours on a light and on a dark page; the caller's CPU is included."""
-    accelerators = [spec.key for spec in topology.accelerators]
-    pairs = list(zip(COLOURS, _DARK, strict=True))
-    of_accelerators = {key: pairs[index % len(pairs)] for index, key in enumerate(accelerators)}
-    of_others = {spec.key: _OTHER[spec.type] for spec in topology.devices if not spec.is_accelerator}
-    return {CPU: _OTHER[CPU], **of_accelerators, **of_others}
+    pairs = cycle(zip(COLOURS, _DARK, strict=True))
+    colours = {one.key: next(pairs) if one.is_accelerator else _OTHER[one.type] for one in topology.devices}
+    return {CPU: _OTHER[CPU], **colours}
 
 
 def time_text(seconds: float) -> str:
@@ -106,8 +105,7 @@ def gap_text(plan: PlanData, digits: int = 1) -> str:
     """Return how far from optimal a plan may be, and the proof; the gap is unknown without a bound."""
     if not (plan.lower_bound > 0 or plan.makespan == 0):
         return f"gap unknown ({plan.proof})"
-    gap = f"{100 * plan.gap:.{digits}f} %"
-    return f"within {gap} of optimal ({plan.proof})"
+    return f"within {100 * plan.gap:.{digits}f} % of optimal ({plan.proof})"
 
 
 def _sliced(plan: PlanData) -> list[str]:

@@ -41,30 +41,6 @@ def comparison(plan: PlanData, other: PlanData) -> dict[str, Any]:
     }
 
 
-def moved_together(pairs: Mapping[str, Pair], paths: Mapping[str, str]) -> dict[tuple[str, Pair], list[str]]:
-    """Return the names on another device, grouped by the outermost modules that moved as a whole.
-
-    Args:
-        pairs: name -> its devices in both plans.
-        paths: name -> path of its module.
-    """
-    inside: dict[str, set[Pair]] = {}
-    for name, pair in pairs.items():
-        for path in _outwards(paths[name]):
-            inside.setdefault(path, set()).add(pair)
-    groups: dict[tuple[str, Pair], list[str]] = {}
-    for name, pair in pairs.items():
-        if pair[0] != pair[1]:
-            whole = (path for path in _outwards(paths[name]) if len(inside[path]) == 1)
-            groups.setdefault((next(whole, paths[name]), pair), []).append(name)
-    return groups
-
-
-def _outwards(path: str) -> Iterable[str]:
-    """Return the modules of a path, the outermost first: ``a.b`` -> ``a``, ``a.b``."""
-    return accumulate(path.split("."), "{}.{}".format)
-
-
 def _figures(plan: PlanData) -> dict[str, Any]:
     parts = time_parts(plan)
     compute = {f"computing on {device_name(key)}": seconds for key, seconds in parts.compute.items()}
@@ -119,7 +95,30 @@ def _moved_weights(plan: PlanData, other: PlanData) -> list[dict[str, Any]]:
 def _moved(
     ours: Mapping[str, DeviceKey], theirs: Mapping[str, DeviceKey], paths: Mapping[str, str]
 ) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Yield each group that moved together: module and devices as text, and the names, as in ``paths``."""
+    """Yield what is on another device, grouped by the outermost modules that moved as a whole.
+
+    Args:
+        ours: name -> its device in this plan.
+        theirs: likewise in the other plan.
+        paths: name -> path of its module.
+
+    Yields:
+        module and devices as text, and the names, in the order of ``paths``.
+    """
     pairs = {name: (theirs[name], ours[name]) for name in paths if name in theirs and name in ours}
-    for (path, (before, now)), names in moved_together(pairs, paths).items():
+    inside: dict[str, set[Pair]] = {}
+    for name, pair in pairs.items():
+        for path in _outwards(paths[name]):
+            inside.setdefault(path, set()).add(pair)
+    groups: dict[tuple[str, Pair], list[str]] = {}
+    for name, pair in pairs.items():
+        if pair[0] != pair[1]:
+            whole = (path for path in _outwards(paths[name]) if len(inside[path]) == 1)
+            groups.setdefault((next(whole, paths[name]), pair), []).append(name)
+    for (path, (before, now)), names in groups.items():
         yield {"module": path or "(root)", "from": device_name(before), "to": device_name(now)}, names
+
+
+def _outwards(path: str) -> Iterable[str]:
+    """Return the modules of a path, the outermost first: ``a.b`` -> ``a``, ``a.b``."""
+    return accumulate(path.split("."), "{}.{}".format)

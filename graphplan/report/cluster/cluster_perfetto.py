@@ -80,8 +80,6 @@ def _events(
         stage = plan.stages[slot.stage]
         receives = stage.receives if slot.kind == "receive" and not slot.backward else ()
         name = f"{slot.name}, stage {slot.stage}" if several else slot.name
-        place, sizes = (
-            (lane[stage.machine], _LANES[slot.kind]),
-            {value.name: value.nbytes for value in receives},
-        )
-        yield bar(name, slot.kind, slot.start, slot.end, *place, sizes)
+        pid, tid = lane[stage.machine], _LANES[slot.kind]
+        sizes = {value.name: value.nbytes for value in receives}
+        yield bar(name, slot.kind, slot.start, slot.end, pid, tid, sizes)
