@@ -7,7 +7,7 @@ bounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -111,9 +111,6 @@ class _Placements:
     calls: tuple[Evaluation, ...]
     seconds: float
 
-    def peak(self, key: DeviceKey) -> int:
-        return max(one.peak(key).nbytes for one in self.calls)
-
 
 class _Replanner:
     """Plans again on other devices, as if no earlier plan had placed the weights.
@@ -205,18 +202,12 @@ class _Replanner:
     def _memory(self, spec: DeviceSpec, like: tuple[DeviceKey, ...]) -> Growth:
         """Return the gain if the device holds everything that may run on it."""
         missing = self._missing(spec)
-        if missing <= 0:
-            return self._growth("memory", (spec.key,), None, like)
-        placed = self._place(self._grown(spec, missing))
+        placed = self._place(self._grown(spec, missing)) if missing else None
         growth = self._growth("memory", (spec.key,), placed, like)
         if placed is None or not growth.gain:
             return growth
-        excess = self._excess(spec, placed)
+        excess = _excess(spec, placed.calls)
         return replace(growth, increase=excess, trials=((excess, placed.seconds),))
-
-    def _excess(self, spec: DeviceSpec, placed: _Placements) -> int:
-        """Return the bytes by which a placement exceeds the device's budget."""
-        return max(0, placed.peak(spec.key) - spec.room)
 
     def _narrowed(self, spec: DeviceSpec, answer: Growth, precision: float) -> dict[int, float]:
         """Bisect for the fewest bytes with the answer's time; return bytes added -> seconds."""
@@ -229,7 +220,7 @@ class _Replanner:
                 trials[middle] = self.now if placed is None else min(placed.seconds, self.now)
                 low = middle
                 continue
-            high = min(middle, max(self._excess(spec, placed), low + 1))
+            high = min(middle, max(_excess(spec, placed.calls), low + 1))
             warm_starts = [one.schedule.assignment for one in placed.calls]
             trials[high] = placed.seconds
         return trials
@@ -240,8 +231,7 @@ class _Replanner:
     def _missing(self, spec: DeviceSpec) -> int:
         """Return the bytes that the device lacks to hold everything that may run on it."""
         problems = (call.with_homes({}) for call in self.calls)
-        evaluations = (evaluate(one, on_one_device(one, spec.key)) for one in problems)
-        return max(one.peak(spec.key).nbytes for one in evaluations) - spec.room
+        return _excess(spec, (evaluate(one, on_one_device(one, spec.key)) for one in problems))
 
     # -- speed ------------------------------------------------------------------------------------
 
@@ -278,3 +268,8 @@ class _Replanner:
         """Return the gain of a plan for a faster device or link."""
         placed = self._place(self.topology_with_faster(resource, devices), share)
         return self._growth(resource, devices, placed)
+
+
+def _excess(spec: DeviceSpec, calls: Iterable[Evaluation]) -> int:
+    """Return the bytes by which placements of all calls exceed the device's budget."""
+    return max(0, *(one.peak(spec.key).nbytes - spec.room for one in calls))

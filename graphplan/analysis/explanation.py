@@ -26,7 +26,7 @@ from graphplan.ir.constraints import did_you_mean
 from graphplan.ir.graph import Graph
 from graphplan.ir.plan_data import PlanData
 from graphplan.message_text import size_text
-from graphplan.report.data_flows import run_seconds
+from graphplan.report.data_flows import made_bytes, run_seconds
 from graphplan.report.text import count_text, device_text, operation_text, table_lines, time_text
 from graphplan.versioned_json import encode
 
@@ -151,9 +151,7 @@ def explain(plan: PlanData, name: str) -> Explanation:
         stages=tuple(stage.index for stage in plan.stages if set(stage.operations) & set(working)),
         operations=tuple(operations),
         weight_bytes=sum(graph.weights[one].nbytes for one in owned),
-        activation_bytes=sum(
-            graph.values[n].nbytes for op in operations for n in graph.operations[op].outputs
-        ),
+        activation_bytes=sum(made_bytes(graph, graph.operations[op]) for op in operations),
         flops=sum(graph.operations[op].flops for op in operations),
         compute_seconds=sum(seconds.values()),
         transfer_seconds=_copy_seconds(plan, operations, owned),
