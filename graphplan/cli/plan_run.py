@@ -21,7 +21,7 @@ from graphplan.capture.signature import leaf_on_cpu
 from graphplan.capture.structure import map_leaves
 from graphplan.cli.model_argument import ModelOptions, NamedModel, load_named, of_model
 from graphplan.devices.max_memory import require_present
-from graphplan.devices.topology import SIMULATED, DeviceKey, DeviceSpec
+from graphplan.devices.topology import SIMULATED, DeviceKey
 from graphplan.errors import GraphplanError, InputError
 from graphplan.runtime.profile.call_profile import Profile
 from graphplan.runtime.simulate.simulation import simulate
@@ -50,7 +50,7 @@ def run_plan(
         )
     if simulated:
         plan = on_simulated_devices(plan)
-    sizes: dict[DeviceKey, Any] = {_index(spec): spec.memory for spec in plan.topology.accelerators}
+    sizes: dict[DeviceKey, Any] = {spec.index: spec.memory for spec in plan.topology.accelerators}
     with simulate(sizes) if simulated else nullcontext():
         # checked before the model is built
         require_present(plan.topology, "Add --simulate to run the plan on the CPU")
@@ -85,15 +85,10 @@ def on_simulated_devices(plan: Plan) -> Plan:
     if not accelerators:
         raise InputError("the plan uses no accelerator: there is nothing to simulate")
     devices = tuple(
-        replace(spec, device=f"{SIMULATED}:{_index(spec)}") if spec.is_accelerator else spec
+        replace(spec, device=f"{SIMULATED}:{spec.index}") if spec.is_accelerator else spec
         for spec in plan.topology.devices
     )
     return replace(plan, topology=replace(plan.topology, devices=devices))
-
-
-def _index(spec: DeviceSpec) -> int:
-    """Return the index of an accelerator, whose type torch need not know here."""
-    return int(spec.device.partition(":")[2] or 0)
 
 
 def _has_weights(path: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from graphplan.analysis.plan import Plan
-from graphplan.devices.topology import SIMULATED, Topology
+from graphplan.devices.topology import SIMULATED, DeviceSpec, Topology
 from graphplan.ir.schedule import prefetch_bytes
 from graphplan.message_text import size_text
 from graphplan.report.text import table_lines, time_text
@@ -112,7 +112,7 @@ def _cells(row: Baseline) -> list[str]:
 
 def device_digest(topology: Topology) -> list[dict[str, Any]]:
     """Return each device with its budget and speeds, for JSON."""
-    return [{**asdict(spec), "name": gpu_name_of(spec.device)} for spec in topology.devices]
+    return [{**asdict(spec), "name": gpu_name_of(spec)} for spec in topology.devices]
 
 
 def devices_text(topology: Topology) -> str:
@@ -125,18 +125,16 @@ def devices_text(topology: Topology) -> str:
             f"{spec.flops / 1e12:.3g} TFLOP/s",
             f"{spec.bandwidth / 1e9:.3g} GB/s",
             time_text(spec.overhead),
-            gpu_name_of(spec.device),
+            gpu_name_of(spec),
         ]
         for spec in topology.devices
     ]
     return "\n".join(table_lines(["key", "device", "free", "compute", "memory", "operation", "name"], rows))
 
 
-def gpu_name_of(device: str) -> str:
+def gpu_name_of(spec: DeviceSpec) -> str:
     """Return the driver's name of an accelerator; empty for other devices."""
-    kind, _, index = device.partition(":")
-    if kind in ("cpu", "disk", SIMULATED):
+    if not spec.is_accelerator or spec.type == SIMULATED:
         return ""
-    backend = getattr(torch, kind, None)
-    name_of = getattr(backend, "get_device_name", None)
-    return str(name_of(int(index or 0))) if name_of is not None else ""
+    name_of = getattr(getattr(torch, spec.type, None), "get_device_name", None)
+    return str(name_of(spec.index)) if name_of is not None else ""

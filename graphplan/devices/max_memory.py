@@ -93,24 +93,23 @@ def links_to_host(
     """Return datasheet links to the CPU of the GPUs ``named`` (key -> name), or by default of those here."""
     host: DeviceKey = next((spec.key for spec in specs if spec.device == CPU), CPU)
     if named is None:
-        gpus = {spec.key: _datasheet(spec.device) for spec in specs}
+        gpus = {spec.key: _datasheet(spec) for spec in specs}
     else:
         gpus = {key: find_gpu(name) for key, name in named.items() if isinstance(name, str) and key != host}
     latency = Link().latency
     return {(key, host): Link(gpu.host, latency, "datasheet") for key, gpu in gpus.items() if gpu is not None}
 
 
-def _datasheet(device: str) -> Gpu | None:
+def _datasheet(spec: DeviceSpec) -> Gpu | None:
     """Return the datasheet of a GPU of this machine; None for other devices and unknown GPUs."""
-    index = _cuda_index(device)
+    index = _cuda_index(spec)
     return None if index is None else find_gpu(torch.cuda.get_device_name(index))
 
 
-def _cuda_index(device: str) -> int | None:
+def _cuda_index(spec: DeviceSpec) -> int | None:
     """Return the index of a CUDA device of this machine; None for other devices."""
-    kind, _, index = device.partition(":")
-    is_here = kind == "cuda" and torch.cuda.is_available() and int(index) < torch.cuda.device_count()
-    return int(index) if is_here else None
+    is_here = spec.type == "cuda" and torch.cuda.is_available() and spec.index < torch.cuda.device_count()
+    return spec.index if is_here else None
 
 
 def _check_links(links: object, specs: Sequence[DeviceSpec]) -> None:
@@ -170,13 +169,13 @@ def require_present(topology: Topology, hint: str = _ELSEWHERE) -> None:
     for spec in topology.devices:
         if not spec.is_accelerator:
             continue
-        index = int(spec.device.partition(":")[2] or 0)
         if machine is not None and spec.type == SIMULATED:
-            present, what = index in machine.capacities, f"simulates {sorted(map(str, machine.max_memory))}"
+            present = spec.index in machine.capacities
+            what = f"simulates {sorted(map(str, machine.max_memory))}"
         else:
             here_type = accelerator_type() if machine is None else None
             count = torch.accelerator.device_count() if here_type is not None else 0
-            present = spec.type == here_type and index < count
+            present = spec.type == here_type and spec.index < count
             what = f"has {count} {here_type or 'accelerator'} device{'' if count == 1 else 's'}"
             hint = hint if machine is None else _SIMULATED_HERE
         if not present:
@@ -227,8 +226,8 @@ def _spec(key: object, memory: int, threads: int) -> DeviceSpec:
     if device == CPU:
         return DeviceSpec(spec_key, CPU, memory, *_CPU_SPEED, overhead=_CPU_OVERHEAD)
     machine = current_machine.get()
-    gpu, index = _datasheet(device), _cuda_index(device)
     spec = DeviceSpec(spec_key, device, memory, *_ACCELERATOR, overhead=_ACCELERATOR_OVERHEAD)
+    gpu, index = _datasheet(spec), _cuda_index(spec)
     if machine is not None and spec.type == SIMULATED:
         spec = replace(spec, taken=machine.workspace)
     if gpu is not None:

@@ -122,6 +122,11 @@ class DeviceSpec:
         return _type_of(self.device)
 
     @property
+    def index(self) -> int:
+        """The index of the device among those of its type."""
+        return int(self.device.partition(":")[2] or 0)
+
+    @property
     def computes(self) -> bool:
         """Whether operations can run on the device."""
         return self.type != DISK

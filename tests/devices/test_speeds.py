@@ -135,7 +135,7 @@ def test_host_link_is_that_of_the_named_gpu() -> None:
 
 def test_measured_and_given_links_override_the_datasheet(monkeypatch: Any) -> None:
     monkeypatch.setattr(
-        max_memory, "_datasheet", lambda device: find_gpu("T4") if device == "cuda:0" else None
+        max_memory, "_datasheet", lambda spec: find_gpu("T4") if spec.device == "cuda:0" else None
     )
     budgets = {"cuda:0": "1GiB", "cpu": "1GiB"}
     assert read_max_memory(budgets).link("cpu", "cuda:0").bandwidth == 12e9
