@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import transformers as hf
 from models import llama_of
-from report import finished, in_turn, parser_of, table, write
+from report import parser_of, quickest, table, write
 from torch import nn
 
 import graphplan
@@ -63,8 +63,7 @@ def main() -> None:
         placed = graphplan.partition(model.eval(), budgets, devices=measured, **options)
         device = placed.plan.devices[key]
         clock = time.thread_time if device.type == "cpu" else time.perf_counter
-        call = partial(finished, partial(placed, **inputs), device)
-        seconds = min(in_turn({name: call}, ROUNDS, clock)[name])
+        seconds = quickest(partial(placed, **inputs), device, ROUNDS, clock)
         profiled = placed.profile(**inputs).measurements
         replanned = graphplan.plan(model, budgets, devices=profiled, **options)
         row = {"model": name, "seconds": seconds, "estimated / measured": placed.plan.makespan / seconds}

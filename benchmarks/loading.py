@@ -18,8 +18,9 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,10 +145,6 @@ def alone(work: Callable[..., T], *arguments: Any) -> T:
 # -- the measurement -------------------------------------------------------------------------------
 
 
-def quickest(runs: Sequence[dict[str, float]]) -> dict[str, float]:
-    return min(runs, key=lambda run: run["seconds"])
-
-
 def main() -> None:
     parser_of(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -157,7 +154,8 @@ def main() -> None:
             for _ in range(ROUNDS)
         ]
     fills, loads = (
-        [quickest(each) for each in zip(*found, strict=True)] for found in zip(*rounds, strict=True)
+        [min(runs, key=itemgetter("seconds")) for runs in zip(*found, strict=True)]
+        for found in zip(*rounds, strict=True)
     )
     rows = [
         {"way": way, "seconds": found["seconds"], "peak_over_model": found["grown"] / size}

@@ -12,7 +12,6 @@ pass. Seconds are wall time; peaks are those of PyTorch's allocator, planning an
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from models import llama_8b, llama_by_gpu
-from report import finished, in_turn, parser_of, require_cuda, set_up, write
+from report import parser_of, quickest, require_cuda, set_up, write
 from torch import nn
 
 import graphplan
@@ -65,11 +64,6 @@ def llama() -> nn.Module:
     return llama_by_gpu(llama_8b(LAYERS, eos_token_id=None, pad_token_id=0)).eval()
 
 
-def quickest(call: Callable[[], Any], rounds: int) -> float:
-    ended = partial(finished, call, GPU)
-    return min(in_turn({"": ended}, rounds, time.perf_counter)[""])
-
-
 class Bench:
     """The workload, and the measurement of each form of it."""
 
@@ -86,9 +80,9 @@ class Bench:
         if self.expected is None:
             self.expected = logits
         apart = float((logits - self.expected).abs().max() / self.expected.abs().max())
-        forward = quickest(lambda: model(input_ids=ids, use_cache=False), ROUNDS)
+        forward = quickest(lambda: model(input_ids=ids, use_cache=False), GPU, ROUNDS)
         generation = {"max_new_tokens": TOKENS, "do_sample": False}
-        generate = quickest(lambda: model.generate(ids, **generation), 1)
+        generate = quickest(lambda: model.generate(ids, **generation), GPU, 1)
         peak = torch.cuda.max_memory_allocated(0)
         plan = getattr(model, "plan", None)
         figures: dict[str, Any] = {}
@@ -115,10 +109,8 @@ class Bench:
             yield self.measured("accelerate", share, partial(self.theirs, share))
 
     def ours(self, share: float, speeds: graphplan.Measurements, model: Any) -> Any:
-        budgets, inputs = (
-            {0: self.budget(share), "cpu": 2 * self.size},
-            {"input_ids": self.ids, "use_cache": False},
-        )
+        budgets = {0: self.budget(share), "cpu": 2 * self.size}
+        inputs = {"input_ids": self.ids, "use_cache": False}
         return graphplan.partition(model, budgets, kwargs=inputs, max_length=PROMPT + TOKENS, devices=speeds)
 
     def theirs(self, share: float, model: Any) -> Any:

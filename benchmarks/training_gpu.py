@@ -11,7 +11,6 @@ warm-up included.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 from models import llama_8b, llama_by_gpu
-from report import finished, in_turn, parser_of, require_cuda, set_up, write
+from report import parser_of, quickest, require_cuda, set_up, write
 from torch import nn
 
 import graphplan
@@ -73,7 +72,7 @@ def measured(form: str, budget: int | None, make: Callable[[nn.Module], nn.Modul
         optimizer.zero_grad()
         losses.append(loss.detach())
 
-    seconds = min(in_turn({"": partial(finished, step, GPU)}, ROUNDS, time.perf_counter)[""])
+    seconds = quickest(step, GPU, ROUNDS)
     figures: dict[str, Any] = {}
     if budget is not None:
         plan = model.plan
