@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -93,13 +93,10 @@ def _case(name: str, function: Callable[..., torch.Tensor], *tensors: torch.Tens
     if name == "scaled_dot_product_attention":  # the counter does not support the CPU's kernel
         flops = 4 * tensors[0].numel() * tensors[1].shape[-2]
     read = sum(tensor.nbytes for tensor in tensors)
-    inputs = cycle([tensors, *_copies(tensors, (MOST_BYTES - 2 * result.nbytes) // max(read, 1) - 1)])
+    # copies, so that no run finds its inputs in the L1 cache, as in a model
+    copies = (MOST_BYTES - 2 * result.nbytes) // max(read, 1) - 1
+    inputs = cycle([tensors, *(tuple(tensor.clone() for tensor in tensors) for _ in range(copies))])
     return Case(name, lambda: function(*next(inputs)), flops, read + result.nbytes)
-
-
-def _copies(tensors: Sequence[torch.Tensor], count: int) -> list[tuple[torch.Tensor, ...]]:
-    """Return copies of the tensors, so that no run finds its inputs in the L1 cache, as in a model."""
-    return [tuple(tensor.clone() for tensor in tensors) for _ in range(count)]
 
 
 _OF_ONE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
