@@ -188,6 +188,17 @@ def check_one_made_elsewhere(model: Any, placed: Any, ids: torch.Tensor) -> None
     assert {layer.keys.device.type for layer in cache.layers} == {"sim"}
 
 
+def test_cache_that_autograd_computed_has_one_trace() -> None:
+    """Regression: an example cache that was computed without ``no_grad`` made a trace for each length."""
+    model = build("llama")
+    ids = inputs_of("llama", 2, 6)["input_ids"]
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    assert cache.layers[0].keys.grad_fn is not None
+    plan = graphplan.plan(model, {"cpu": "1GiB"}, kwargs={"input_ids": ids[:, :1], "past_key_values": cache})
+    assert plan.method == "transformers"
+    assert cache.layers[0].keys.shape[2] == 6
+
+
 # -- one model that is placed once ------------------------------------------------------------------------
 
 

@@ -92,7 +92,7 @@ def export_transformers(
         _patched_for_export(module, inputs, keep_grad=keep_grad, uniform=uniform),
     ):
         traced = forwards_of(module)
-        copies = map_leaves(copy.deepcopy, inputs)
+        copies = map_leaves(_copied, inputs)
         program = export(model_copy, (), copies, shapes, keep_grad=keep_grad, sizes=SIZE in varying)
     require_all_weights_read(module, codes, traced, _weights_read(program))
     guards, traced_call = conditions(program, inputs), bound_call(inputs)
@@ -103,6 +103,13 @@ def export_transformers(
     capture = replace(capture, method="transformers", roles=flat)
     computes = any(type(value) is not type(call.kwargs.get(name)) for name, value in inputs.items())
     return _with_own_arguments(capture, call, prepare) if computes else capture
+
+
+def _copied(leaf: Any) -> Any:
+    """Return a copy of an input; ``deepcopy`` refuses tensors that autograd has computed."""
+    if isinstance(leaf, torch.Tensor) and not leaf.is_leaf:
+        return copy.deepcopy(leaf.detach()).requires_grad_()
+    return copy.deepcopy(leaf)
 
 
 def _precomputed(module: nn.Module, call: BoundCall, *, is_forward: bool) -> BoundCall:
