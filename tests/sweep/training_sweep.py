@@ -1,7 +1,6 @@
 """Training steps of small models beside eager, on budgets that are too small for them; writes JSON.
 
-PYTHONPATH=.:benchmarks:tests/helpers:tests/sweep python tests/sweep/training_sweep.py [--only STEM ...]
-                                                                                 [--resume]
+python tests/sweep/training_sweep.py [--only STEM ...] [--resume]
 
 Every transformers architecture of tests/helpers/architectures.py, shrunken, in train mode, and every plain
 module: each with half, and 0.7, of what its step takes on one simulated accelerator, and the CPU, and on two
@@ -13,10 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+_ROOT = Path(__file__).parents[2]
+sys.path += [str(_ROOT / "tests" / "helpers"), str(_ROOT / "benchmarks")]
 
 import torch
 from architectures import TABLE
