@@ -3,6 +3,11 @@
 
 const Details = (() => {
   const panel = Dom.byId("details");
+  const measured = new Map(); // seconds of each operation
+  if (Plan.measured) {
+    const { what, kind, start, end } = Plan.measured;
+    what.forEach((op, i) => { if (kind[i] === "r") measured.set(op, end[i] - start[i]); });
+  }
   const some = (rows) => rows.filter(([, value]) => value !== "" && value !== null && value !== undefined);
 
   function operation(op) {
@@ -15,7 +20,7 @@ const Details = (() => {
         ["target", columns.target[op]],
         ["device", Model.deviceName(columns.device[op])],
         ["time", Format.seconds(columns.seconds[op])],
-        ["measured", Plan.measured && seconds(op) !== undefined ? Format.seconds(seconds(op)) : ""],
+        ["measured", measured.has(op) ? Format.seconds(measured.get(op)) : ""],
         ["starts at", Format.seconds(Model.start(op))],
         ["FLOPs", columns.flops[op] ? Format.flops(columns.flops[op]) : ""],
         ["output size", Format.bytes(columns.made[op])],
@@ -26,18 +31,6 @@ const Details = (() => {
         ["source", Model.source(op)],
       ]),
     };
-  }
-
-  let measured = null;
-  // Measured seconds of an operation; nothing where there are none.
-  function seconds(op) {
-    if (!measured) {
-      measured = new Map();
-      Plan.measured.what.forEach((what, i) => {
-        if (Plan.measured.kind[i] === "r") measured.set(what, Plan.measured.end[i] - Plan.measured.start[i]);
-      });
-    }
-    return measured.get(op);
   }
 
   function group(node) {
@@ -124,7 +117,7 @@ const Details = (() => {
     panel.replaceChildren(
       Dom.el("p", { class: "kind" }, kind),
       Dom.el("h3", {}, title),
-      Dom.el("dl", {}, rows.map(([key, value]) => [Dom.el("dt", {}, key), Dom.el("dd", {}, value)])),
+      Dom.pairs(rows),
     );
   }
 
@@ -142,5 +135,5 @@ const Details = (() => {
     View.on((change) => { if (change.chosen !== undefined) show(change.chosen); });
   }
 
-  return { start, describe, measured: seconds };
+  return { start, describe, measured: (op) => measured.get(op) };
 })();

@@ -16,6 +16,7 @@ const Dom = (() => {
   }
   const el = (tag, attributes, ...children) => fill(document.createElement(tag), attributes, children);
   const svg = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
+  const pairs = (rows) => el("dl", {}, rows.map(([key, value]) => [el("dt", {}, key), el("dd", {}, value)]));
   const byId = (id) => document.getElementById(id);
   const pen = document.createElement("canvas").getContext("2d");
   // Pixels that a line takes in the page's font.
@@ -43,7 +44,7 @@ const Dom = (() => {
     watch.observe(line);
     return line;
   }
-  return { el, svg, byId, textWidth, clip, middle };
+  return { el, svg, pairs, byId, textWidth, clip, middle };
 })();
 
 const Colours = (() => {
@@ -89,7 +90,7 @@ const Tip = (() => {
     show(title, rows, x, y) {
       box.replaceChildren(
         Dom.el("strong", {}, title),
-        Dom.el("dl", {}, rows.map(([key, value]) => [Dom.el("dt", {}, key), Dom.el("dd", {}, value)])),
+        Dom.pairs(rows),
       );
       box.hidden = false;
       const { width, height } = box.getBoundingClientRect();

@@ -14,6 +14,9 @@ const GraphView = (() => {
   };
   let cy = null, placed = null, coloured = "device";
 
+  // Where a box is on the canvas.
+  const frame = (element) => element.renderedBoundingBox({ includeLabels: false, includeOverlays: false });
+
   const clip = (text, width, size) => Dom.clip(text, width - 14, size);
 
   function caption(node, box) {
@@ -159,7 +162,7 @@ const GraphView = (() => {
 
   function refresh(anchor) {
     const before = anchor === null ? null : cy.getElementById(idOf(anchor));
-    const at = before && before.length ? corner(before) : null;
+    const at = before && before.length ? frame(before) : null;
     placed = Layout.place();
     cy.batch(() => {
       cy.elements().remove();
@@ -167,17 +170,12 @@ const GraphView = (() => {
     });
     const after = at && cy.getElementById(idOf(anchor));
     if (after && after.length) {
-      const now = corner(after);
-      cy.panBy({ x: at.x - now.x, y: 0 });
-      cy.pan({ x: cy.pan().x, y: within(cy.zoom(), cy.pan().y + at.y - now.y) });
+      const now = frame(after);
+      cy.panBy({ x: at.x1 - now.x1, y: 0 });
+      cy.pan({ x: cy.pan().x, y: within(cy.zoom(), cy.pan().y + at.y1 - now.y1) });
     }
     drawLanes();
     mark();
-  }
-
-  function corner(element) {
-    const box = element.renderedBoundingBox({ includeLabels: false, includeOverlays: false });
-    return { x: box.x1, y: box.y1 };
   }
 
   function mark() {
@@ -206,7 +204,7 @@ const GraphView = (() => {
   function show(node) {
     const element = cy.getElementById(idOf(node));
     if (!element.length) return;
-    const box = element.renderedBoundingBox({ includeLabels: false, includeOverlays: false });
+    const box = frame(element);
     const width = canvas.clientWidth, height = canvas.clientHeight;
     if (box.x1 >= 0 && box.y1 >= 0 && box.x2 <= width && box.y2 <= height) return;
     const { w, h } = element.data(), { x, y } = element.position();
@@ -355,8 +353,8 @@ const GraphView = (() => {
     chosen: () => cy.elements(".chosen").map((element) => element.id()),
     fill: (id) => cy.getElementById(id).style("background-gradient-stop-colors"),
     box(id) {
-      const frame = canvas.getBoundingClientRect(), box = cy.getElementById(id).renderedBoundingBox({ includeLabels: false, includeOverlays: false });
-      return { left: box.x1, right: frame.width - box.x2, top: box.y1, bottom: frame.height - box.y2 };
+      const { width, height } = canvas.getBoundingClientRect(), box = frame(cy.getElementById(id));
+      return { left: box.x1, right: width - box.x2, top: box.y1, bottom: height - box.y2 };
     },
     ids: () => cy.nodes().map((node) => node.id()),
     widths: () => cy.nodes().map((node) => node.data("w")),
