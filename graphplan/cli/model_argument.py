@@ -13,7 +13,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -239,15 +240,21 @@ def _spectrogram(config: Any, batch: int, dtype: torch.dtype) -> torch.Tensor:
 # -- factories -----------------------------------------------------------------------------------------
 
 
-def of_model(error: Exception) -> Exception:
-    """Return InputError for an error in a model's code; return an error in graphplan's own code as it is."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own_dir, torch_dir = (f"{Path(str(package.__file__)).parent}{os.sep}" for package in (graphplan, torch))
-    if frames[-1].filename.startswith(own_dir):
-        return error
-    others = [frame for frame in frames if not frame.filename.startswith((own_dir, torch_dir))]
-    place = f" ({others[-1].filename}:{others[-1].lineno}, in {others[-1].name})" if others else ""
-    return InputError(f"the model does not accept its example inputs: {one_line(error)}{place}")
+@contextmanager
+def model_errors() -> Iterator[None]:
+    """Context manager that raises InputError for errors in a model's code, not for those of graphplan."""
+    try:
+        yield
+    except (GraphplanError, OSError):
+        raise
+    except Exception as error:  # the model's own code may raise anything
+        frames = traceback.extract_tb(error.__traceback__)
+        own_dir, torch_dir = (f"{Path(str(one.__file__)).parent}{os.sep}" for one in (graphplan, torch))
+        if frames[-1].filename.startswith(own_dir):
+            raise
+        others = [frame for frame in frames if not frame.filename.startswith((own_dir, torch_dir))]
+        place = f" ({others[-1].filename}:{others[-1].lineno}, in {others[-1].name})" if others else ""
+        raise InputError(f"the model does not accept its example inputs: {one_line(error)}{place}") from error
 
 
 def _of_factory(word: str, model_options: ModelOptions) -> NamedModel:

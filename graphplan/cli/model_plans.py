@@ -10,10 +10,10 @@ import graphplan
 from graphplan.analysis.plan import Plan
 from graphplan.analysis.plan_problem import plain_problem
 from graphplan.cli.console import as_typed, working
-from graphplan.cli.model_argument import NamedModel, of_model
+from graphplan.cli.model_argument import NamedModel, model_errors
 from graphplan.devices.speeds import Speed
 from graphplan.devices.topology import Topology
-from graphplan.errors import GraphplanError, InfeasibleError
+from graphplan.errors import InfeasibleError
 from graphplan.integrations.accelerate.comparison import Baseline, device_maps, ours
 from graphplan.passes.placement.problem import Problem
 
@@ -43,7 +43,7 @@ def _judge_ours(named: NamedModel, topology: Topology) -> tuple[Baseline, Proble
 
 def planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:
     """Return a plan for described devices; ``constraints`` are arguments of :func:`graphplan.plan`."""
-    try:
+    with model_errors():
         result: Plan = graphplan.plan(
             named.model,
             topology.budgets,
@@ -54,8 +54,4 @@ def planned(named: NamedModel, topology: Topology, **constraints: Any) -> Plan:
             reserve={spec.key: spec.reserve for spec in topology.devices},
             **constraints,
         )
-    except (GraphplanError, OSError):
-        raise
-    except Exception as error:  # the model's own code may raise anything
-        raise of_model(error) from error
     return result

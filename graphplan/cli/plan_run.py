@@ -19,10 +19,10 @@ from graphplan.api.load import load
 from graphplan.api.partition import partition
 from graphplan.capture.signature import leaf_on_cpu
 from graphplan.capture.structure import map_leaves
-from graphplan.cli.model_argument import ModelOptions, NamedModel, load_named, of_model
+from graphplan.cli.model_argument import ModelOptions, NamedModel, load_named, model_errors
 from graphplan.devices.max_memory import require_present
 from graphplan.devices.topology import SIMULATED, DeviceKey
-from graphplan.errors import GraphplanError, InputError
+from graphplan.errors import InputError
 from graphplan.runtime.profile.call_profile import Profile
 from graphplan.runtime.simulate.simulation import simulate
 
@@ -56,7 +56,7 @@ def run_plan(
         require_present(plan.topology, "Add --simulate to run the plan on the CPU")
         named = load_named(word, replace(model_options, data=not _has_weights(Path(word))))
         args, kwargs = map_leaves(leaf_on_cpu, (named.args, dict(named.kwargs)))
-        try:
+        with model_errors():
             placed = _place_model(
                 word,
                 model_options,
@@ -72,10 +72,6 @@ def run_plan(
             placed(*args, **kwargs)
             seconds = time.perf_counter() - start
             profile = placed.graphplan.profile(*args, **kwargs)
-        except (GraphplanError, OSError):
-            raise
-        except Exception as error:  # the model's own code may raise anything
-            raise of_model(error) from error
     return named, profile, seconds
 
 
