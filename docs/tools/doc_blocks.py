@@ -17,6 +17,7 @@ from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from warnings import catch_warnings
 
 _FENCE = re.compile(
@@ -99,17 +100,13 @@ def command(words: list[str], folder: Path) -> str:
 @contextmanager
 def _restored_process(words: list[str], folder: Path) -> Iterator[None]:
     """Context manager that restores the state of this process after a command has changed it."""
-    loaded, environment, argv = set(sys.modules), dict(os.environ), sys.argv
-    os.environ.update({"HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1"})
-    sys.argv = words
+    loaded = set(sys.modules)
+    environment = patch.dict(os.environ, {"HF_HUB_OFFLINE": "1", "COLUMNS": "100", "NO_COLOR": "1"})
     try:
-        with chdir(folder), catch_warnings():
+        with chdir(folder), catch_warnings(), environment, patch.object(sys, "argv", words):
             yield
     finally:
         logging.disable(logging.NOTSET)
-        sys.argv = argv
-        os.environ.clear()
-        os.environ.update(environment)
         for name in set(sys.modules) - loaded:  # the next page may have a module of that name
             file = getattr(sys.modules[name], "__file__", None)  # built-in modules and namespaces have none
             if file is not None and Path(file).is_relative_to(folder.resolve()):

@@ -25,6 +25,7 @@ from torch import nn
 
 import graphplan
 from graphplan.analysis.plan import Plan
+from graphplan.report.dot import to_dot
 from graphplan.report.svg import to_svg
 
 COMMANDS = ("demo", "plan", "run", "show", "compare", "devices", "explain")
@@ -99,10 +100,9 @@ def _drawn(plan: Plan) -> str:
     """
     if shutil.which("dot") is None:
         raise RuntimeError("the pictures need graphviz: install it, so that there is a command `dot`")
-    path = Path("plan.dot")
-    plan.save_dot(path)
-    dot = subprocess.run(["dot", "-Tsvg", str(path)], capture_output=True, text=True, check=True)
-    path.unlink()
+    dot = subprocess.run(
+        ["dot", "-Tsvg"], input=to_dot(plan), capture_output=True, encoding="utf-8", check=True
+    )
     return dot.stdout[dot.stdout.index("<svg") :]
 
 
