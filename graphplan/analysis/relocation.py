@@ -125,8 +125,7 @@ class RelocationAnalysis:
         outcomes = [self._evaluate(key, home, moves=moves) for moves, home in self._modes(key)]
         best = min(outcomes, key=lambda o: (sum(o.excess.values()), o.seconds))
         slower = best.seconds - plan.weighted_makespan
-        rule = self._rule(key)
-        obstacle = "; ".join(part for part in (rule, self._companions(), _shortage(best)) if part)
+        obstacle = "; ".join(filter(None, (self._rule(key), self._companions(), _shortage(best))))
         return Alternative(
             key,
             here=False,

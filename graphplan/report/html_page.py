@@ -71,7 +71,7 @@ def to_html(
 
 def asset(name: str) -> str:
     """Return the text of a file of ``graphplan/report/assets``."""
-    return files("graphplan.report").joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
+    return files("graphplan.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def _plain(text: str) -> str:

@@ -31,17 +31,14 @@ def to_model_explorer(
     A measured forward pass is one more colouring.
     """
     graph = {"id": _GRAPH, "nodes": _nodes(plan), "groupNodeAttributes": _groups(plan)}
-    texts = {"": json.dumps({"label": title, "graphs": [graph]})}
-    for name, data in _node_data(plan, measured).items():
-        texts[name] = json.dumps({_GRAPH: data})
-    return texts
+    colourings = {name: json.dumps({_GRAPH: data}) for name, data in _node_data(plan, measured).items()}
+    return {"": json.dumps({"label": title, "graphs": [graph]}), **colourings}
 
 
 def save_model_explorer(plan: PlanData, path: Path, title: str, measured: Measured | None = None) -> None:
     """Write the graph to ``path``, and each colouring to a file beside it (``plan.seconds.json``)."""
     for name, text in to_model_explorer(plan, title, measured).items():
-        target = path.with_suffix(f".{name}.json") if name else path
-        write_whole(target, text)
+        write_whole(path.with_suffix(f".{name}.json") if name else path, text)
 
 
 def _namespaces(plan: PlanData) -> dict[str, str]:
