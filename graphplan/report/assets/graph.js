@@ -142,9 +142,7 @@ const GraphView = (() => {
   }
 
   // A vertical place at which lanes leave no part of the canvas empty that they could fill.
-  const within = (zoom, y) => Math.min(0, Math.max(y, canvas.clientHeight - tall() * zoom));
-
-  const tall = () => placed.lanes.reduce((sum, lane) => sum + lane.h, 0);
+  const within = (zoom, y) => Math.min(0, Math.max(y, canvas.clientHeight - placed.tall * zoom));
 
   function followLanes() {
     const zoom = cy.zoom(), pan = cy.pan();
@@ -239,7 +237,7 @@ const GraphView = (() => {
       unpack = Layout.pack();
       refresh(null);
       cy.resize();
-      Paper.lay({ cy, canvas, lanes: lanesBox, names: namesBox, follow: followLanes, tall: tall() });
+      Paper.lay({ cy, canvas, lanes: lanesBox, names: namesBox, follow: followLanes, tall: placed.tall });
     } else {
       Paper.clear(canvas);
       unpack();

@@ -161,15 +161,14 @@ const Layout = (() => {
     const sink = callEnds.find((end) => end.id === "out");
     if (sink) x -= CHIP.w + GAP - beside(sink, Model.stages[Model.stages.length - 1]);
     if (sink) special.push({ ...sink, x: x + CHIP.w / 2, y: middle(sink.device), ...CHIP });
-    return { boxes, special, lanes, pairs, reps };
+    return { boxes, special, lanes, pairs, reps, tall: top };
   }
 
   // Lanes fill a canvas of this size, as far as that looks well; returns the zoom that shows all.
   function suit(width, height) {
     least = LANE.least;
-    const { boxes, special, lanes } = place();
+    const { boxes, special, lanes, tall } = place();
     const ends = [...boxes.values(), ...special].map((box) => box.x + box.w / 2);
-    const tall = lanes.reduce((sum, lane) => sum + lane.h, 0);
     let zoom = Math.min(1.1, (width - 56) / Math.max(1, ...ends), height / tall);
     if (zoom < 0.5) zoom = Math.min(0.9, height / tall); // too much for one look: the first part, to be read
     const used = lanes.filter((lane) => lane.used).length || 1;

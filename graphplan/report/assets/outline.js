@@ -58,7 +58,6 @@ const Outline = (() => {
     if (box.top < frame.top || box.bottom > frame.bottom) root.scrollTop += box.top - frame.top - frame.height / 3;
   }
 
-  const visible = () => [...root.querySelectorAll("li")];
   const nodeOf = (item) => Number(item.dataset.node);
 
   function go(item) {
@@ -70,7 +69,7 @@ const Outline = (() => {
   function keys(event) {
     const item = event.target.closest("li");
     if (!item) return;
-    const node = nodeOf(item), rows = visible(), at = rows.indexOf(item), open = View.isOpen(node);
+    const node = nodeOf(item), rows = [...root.querySelectorAll("li")], at = rows.indexOf(item), open = View.isOpen(node);
     const actions = {
       ArrowDown: () => go(rows[at + 1]),
       ArrowUp: () => go(rows[at - 1]),

@@ -53,7 +53,7 @@ const Search = (() => {
     hits = find(input.value);
     at = hits.length ? 0 : -1;
     list.replaceChildren(...hits.map((hit, position) => Dom.el("li", {
-      role: "option", id: `hit-${position}`, "aria-selected": String(position === at), onmousedown: (event) => { event.preventDefault(); take(position); },
+      role: "option", id: `hit-${position}`, onmousedown: (event) => { event.preventDefault(); take(position); },
     }, Dom.el("span", { class: "kind" }, hit.kind), Dom.el("span", { class: "label" }, hit.text))));
     if (input.value.trim() && !hits.length) list.append(Dom.el("li", { class: "none" }, "No matches."));
     open(Boolean(input.value.trim()));

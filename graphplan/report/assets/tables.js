@@ -16,7 +16,7 @@ const Tables = (() => {
   // A column that has nothing to say is left out; a name that is too long loses its middle.
   function make(section, rows, offered, order, take) {
     const columns = offered.filter((column) => !column.optional || rows.some((row) => column.text(row)));
-    let sorted = [...rows], by = columns.indexOf(offered[order]), down = true, all = false;
+    let by = columns.indexOf(offered[order]), down = true, all = false;
     const body = Dom.el("tbody", {});
     const more = Dom.el("button", { type: "button", class: "quiet more", onclick: () => { all = !all; draw(); } });
     const heads = columns.map((column, index) => Dom.el("th", { scope: "col", class: column.number ? "number" : null },
@@ -30,7 +30,7 @@ const Tables = (() => {
 
     function draw() {
       const { value } = columns[by];
-      sorted = [...rows].sort((a, b) => {
+      const sorted = [...rows].sort((a, b) => {
         const x = value(a), y = value(b);
         return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1);
       });
