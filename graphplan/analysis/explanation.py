@@ -115,12 +115,13 @@ class Explanation:
         ]
         header = ["moved to", "time", "change", "its compute", "all copies", "obstacle"]
         head = f"{self.kind} {self.name or '(all)'}: {runs}{lives}{stages}"
-        saved = (
-            f"saves {size_text(self.saved_bytes)} for the backward pass, recomputing it takes "
-            f"{time_text(self.recompute_seconds)}"
-        )
-        lines = [head, sizes, *([saved] if self.saved_bytes else []), ""]
-        return "\n".join([*lines, *table_lines(header, rows)])
+        lines = [head, sizes]
+        if self.saved_bytes:
+            lines.append(
+                f"saves {size_text(self.saved_bytes)} for the backward pass, recomputing it takes "
+                f"{time_text(self.recompute_seconds)}"
+            )
+        return "\n".join([*lines, "", *table_lines(header, rows)])
 
 
 def explain(plan: PlanData, name: str) -> Explanation:
