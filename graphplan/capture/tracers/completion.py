@@ -27,6 +27,11 @@ def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Ca
     state: AssignedState = captured.module.meta.pop(STATE)
     for text in state.kept_by_hooks:
         model_copy.warn_once(text)
+    for name in state.stored.values():
+        model_copy.warn_once(
+            f"forward stores a tensor in {name}; a placed model does not, so other code finds the old value "
+            "there. Return the tensor instead, or make it a buffer"
+        )
     _refuse_untied(state.assigned(model_copy.module), model_copy)
     branches = tuple(one.renamed(model_copy.first_name) for one in state.branches.taken if one.weights)
     captured = replace(captured, branches=branches)
