@@ -7,8 +7,9 @@ const Compare = (() => {
 
   // What both plans have, and the difference; nothing where a plan lacks the thing.
   function figures({ figures: [before, now], memory }) {
-    const text = (value, format) => (value === null || value === undefined ? "–" : format(value));
-    const row = (name, a, b, format) => (a || b ? [name, text(a, format), text(b, format), a === null || b === null || a === undefined || b === undefined ? "" : change(a, b, format)] : null);
+    const known = (value) => value !== null && value !== undefined;
+    const text = (value, format) => (known(value) ? format(value) : "–");
+    const row = (name, a, b, format) => (a || b ? [name, text(a, format), text(b, format), known(a) && known(b) ? change(a, b, format) : ""] : null);
     const names = [...new Set([...Object.keys(before.parts), ...Object.keys(now.parts)])];
     return [
       row(`${Plan.summary.call}, estimated`, before.seconds, now.seconds, Format.seconds),
@@ -32,10 +33,10 @@ const Compare = (() => {
     const size = (item) => (item.seconds ? Math.max(...item.seconds) * 1e15 : item.bytes); // operations first
     const rows = [...operations, ...weights];
     Tables.make(section, rows, [
-      { title: "Module", value: (item) => item.module, text: (item) => item.module, wide: true },
-      { title: "What", value: what, text: what },
-      { title: "Other plan", value: (item) => item.from, text: (item) => item.from },
-      { title: "This plan", value: (item) => item.to, text: (item) => item.to },
+      { title: "Module", value: (item) => item.module, wide: true },
+      { title: "What", value: what },
+      { title: "Other plan", value: (item) => item.from },
+      { title: "This plan", value: (item) => item.to },
       { title: "Time", value: size, text: time, number: true, optional: true },
       { title: "Bytes", value: (item) => item.bytes || 0, text: bytes, number: true, optional: true },
     ], 4, (item) => View.choose({ operations: item.operations || readers(item.names), title: `${item.module}, moved from ${item.from} to ${item.to}` }));

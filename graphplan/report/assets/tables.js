@@ -12,9 +12,10 @@ const Tables = (() => {
     return item;
   }
 
-  // columns: {title, value(row) to sort by, text(row), number}
+  // columns: {title, value(row) to sort by, text(row) if it shows something else, number}
   // A column that has nothing to say is left out; a name that is too long loses its middle.
-  function make(section, rows, offered, order, take) {
+  function make(section, rows, described, order, take) {
+    const offered = described.map((column) => ({ text: column.value, ...column }));
     const columns = offered.filter((column) => !column.optional || rows.some((row) => column.text(row)));
     let by = columns.indexOf(offered[order]), down = true, all = false;
     const body = Dom.el("tbody", {});
@@ -52,10 +53,10 @@ const Tables = (() => {
   function transfers() {
     const words = { activation: "transfer", weight: "stream", input: "input", output: "output", writeback: "written back" };
     make(Dom.byId("transfers"), Plan.flows.map((flow, index) => ({ flow, index })), [
-      { title: "What", value: ({ flow }) => Model.carried(flow), text: ({ flow }) => Model.carried(flow), wide: true },
-      { title: "Kind", value: ({ flow }) => words[flow.kind], text: ({ flow }) => words[flow.kind] },
-      { title: "From", value: ({ flow }) => Model.deviceName(flow.from), text: ({ flow }) => Model.deviceName(flow.from) },
-      { title: "To", value: ({ flow }) => Model.deviceName(flow.to), text: ({ flow }) => Model.deviceName(flow.to) },
+      { title: "What", value: ({ flow }) => Model.carried(flow), wide: true },
+      { title: "Kind", value: ({ flow }) => words[flow.kind] },
+      { title: "From", value: ({ flow }) => Model.deviceName(flow.from) },
+      { title: "To", value: ({ flow }) => Model.deviceName(flow.to) },
       { title: "Bytes", value: ({ flow }) => flow.bytes, text: ({ flow }) => Format.bytes(flow.bytes), number: true },
       { title: "Time", value: ({ flow }) => flow.end - flow.start, text: ({ flow }) => Format.seconds(flow.end - flow.start), number: true },
       { title: "At", value: ({ flow }) => flow.start, text: ({ flow }) => Format.seconds(flow.start), number: true },
@@ -65,9 +66,9 @@ const Tables = (() => {
   function weights() {
     const streamed = new Set(Plan.flows.filter((flow) => flow.kind === "weight").flatMap((flow) => flow.names));
     make(Dom.byId("weights"), Plan.weights.map((weight, index) => ({ weight, index })), [
-      { title: "Weight", value: ({ weight }) => weight.name, text: ({ weight }) => weight.name, wide: true },
+      { title: "Weight", value: ({ weight }) => weight.name, wide: true },
       { title: "Resides on", value: ({ weight }) => weight.home, text: ({ weight }) => Model.deviceName(weight.home) },
-      { title: "Shape", value: ({ weight }) => weight.shape, text: ({ weight }) => weight.shape, optional: true },
+      { title: "Shape", value: ({ weight }) => weight.shape, optional: true },
       { title: "Streamed", value: ({ weight }) => (streamed.has(weight.name) ? 1 : 0), text: ({ weight }) => (streamed.has(weight.name) ? "yes" : ""), optional: true },
       { title: "Bytes", value: ({ weight }) => weight.bytes, text: ({ weight }) => Format.bytes(weight.bytes), number: true },
     ], 4, ({ index }) => View.choose({ weight: index }, { centre: true }));
