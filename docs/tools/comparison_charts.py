@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from doc_tables import CASES, RESULTS, map_of, ratio_of
@@ -58,10 +57,10 @@ class _Axis:
         return parts
 
 
-def charts(results: Path = RESULTS) -> dict[str, str]:
+def charts() -> dict[str, str]:
     """Return file name -> SVG of each chart."""
-    models = json.loads((results / "real_models.json").read_text(encoding="utf-8"))["rows"]
-    graphs = json.loads((results / "placement.json").read_text(encoding="utf-8"))["results"]
+    models = json.loads((RESULTS / "real_models.json").read_text(encoding="utf-8"))["rows"]
+    graphs = json.loads((RESULTS / "placement.json").read_text(encoding="utf-8"))["results"]
     return {"models.svg": models_svg(models), "graphs.svg": graphs_svg(graphs)}
 
 

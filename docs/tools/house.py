@@ -29,9 +29,9 @@ _SHOWN = (
 )
 
 
-def times_table(results: Path = RESULTS) -> str:
+def times_table() -> str:
     """Return a table of the times of graphplan's plans and accelerate's maps, and a summary of all cases."""
-    rows = json.loads((results / "real_models.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads((RESULTS / "real_models.json").read_text(encoding="utf-8"))["rows"]
     by_case = {(row["model"], row["case"]): row for row in rows}
     lines = []
     for model, case, text in _SHOWN:

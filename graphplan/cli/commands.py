@@ -143,9 +143,7 @@ def plan(
 
     require_writable(out, html, read=(measured, Path(model), Path(model, "config.json")))
     topology, pins = read_topology(max_memory, device, link, measured, reserve), read_pins(pin or ())
-    named = load_named(
-        model, ModelOptions(batch, length, dtype, trust_remote_code=trust_remote_code, meta=meta)
-    )
+    named = load_named(model, ModelOptions(batch, length, dtype, trust_remote_code, meta))
     with working(f"tracing and planning {named.name}"):
         result = planned(
             named,
@@ -269,9 +267,7 @@ def compare(
     from graphplan.cli.result_text import comparison_text
 
     topology = read_topology(max_memory, device, link, measured, reserve)
-    named = load_named(
-        model, ModelOptions(batch, length, dtype, trust_remote_code=trust_remote_code, meta=meta)
-    )
+    named = load_named(model, ModelOptions(batch, length, dtype, trust_remote_code, meta))
     rows = compared(named, topology)
     if as_json:
         print_json({"model": named.name, "inputs": named.inputs, "planners": list(map(encode, rows))})

@@ -71,5 +71,5 @@ def detect_max_memory() -> dict[DeviceKey, int]:
     """Return device key -> free bytes of each accelerator and the CPU, as accelerate reads them."""
     machine = current_machine.get()
     if machine is not None:
-        return dict(machine.max_memory)
+        return machine.max_memory
     return {key: int(value) for key, value in get_max_memory().items()}

@@ -60,7 +60,7 @@ def read_max_memory(
         DeviceError: a key that is not a device, two keys of one device, or invalid links.
     """
     if max_memory is None:
-        max_memory = dict(detect_max_memory())
+        max_memory = detect_max_memory()
     if not isinstance(max_memory, Mapping):
         kind = type(max_memory).__name__
         raise BudgetError(f"max_memory must map device keys to bytes, not be {max_memory!r} ({kind})")

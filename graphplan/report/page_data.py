@@ -230,7 +230,7 @@ class _PageWriter:
             "names": [other for other in weight.names if other != name],
             "kind": weight.kind,
             "bytes": weight.nbytes,
-            "shape": f"{weight.dtype}{list(weight.shape)}" if weight.dtype else "",
+            "shape": shape_text(weight),
             "home": self.device[self.plan.schedule.assignment.weights[name]],
             "partOf": weight.part_of,
         }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import cycle
 
 from graphplan.devices.topology import CPU, DISK, DeviceKey, Topology
-from graphplan.ir.graph_elements import Operation, Value
+from graphplan.ir.graph_elements import Operation, Value, Weight
 from graphplan.ir.plan_data import PlanData, Stage
 from graphplan.ir.schedule import PrefetchBuffer, prefetch_bytes
 from graphplan.message_text import size_text
@@ -50,8 +50,8 @@ def device_name(key: DeviceKey) -> str:
     return device_text(key).removeprefix("the ")
 
 
-def shape_text(value: Value) -> str:
-    """Return dtype and shape of a value (``float32[2, 4]``); empty if unknown."""
+def shape_text(value: Value | Weight) -> str:
+    """Return dtype and shape of a value or weight (``float32[2, 4]``); empty if unknown."""
     return f"{value.dtype}{list(value.shape)}" if value.dtype else ""
 
 
