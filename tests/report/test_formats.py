@@ -11,7 +11,7 @@ import textwrap
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import networkx as nx
 import pytest
@@ -22,7 +22,7 @@ from graphplan import Plan
 from graphplan.capture.source_lines import source_line
 from graphplan.devices.max_memory import read_max_memory
 from graphplan.ir.graph import Graph
-from graphplan.ir.schedule import Assignment
+from graphplan.ir.schedule import Assignment, MoveKind
 from graphplan.message_text import size_text
 from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
@@ -131,6 +131,13 @@ def test_device_table_shortens_long_paths() -> None:
     )
     table = by_hand(graph, {0: "1MiB"}, dict.fromkeys(made, 0)).summary()
     assert re.search(r"^0 .*  encoder\.layer\.0\.\.\.intermediate_act_fn$", table, re.MULTILINE)
+
+
+@pytest.mark.parametrize("script", ["tables.js", "details.js"])
+def test_page_has_a_word_for_each_kind_of_move(script: str) -> None:
+    """Regression: copies of gradients had none."""
+    (words,) = re.findall(r"const words = \{(.*)\};", asset(script))
+    assert set(re.findall(r"(\w+): ", words)) == set(get_args(MoveKind))
 
 
 def test_page_scripts_are_not_closed_by_data() -> None:

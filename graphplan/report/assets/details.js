@@ -75,7 +75,7 @@ const Details = (() => {
     const seconds = chosen.reduce((sum, flow) => sum + flow.end - flow.start, 0);
     const names = chosen.map(Model.carried);
     const first = chosen[0];
-    const words = { activation: "transfer", weight: "weights streamed", input: "inputs", output: "outputs", writeback: "written back" };
+    const words = { activation: "transfer", weight: "weights streamed", input: "inputs", output: "outputs", writeback: "written back", gradient: "gradients" };
     return {
       kind: words[first.kind],
       title: `${Model.deviceName(first.from)} → ${Model.deviceName(first.to)}`,

@@ -51,7 +51,7 @@ const Tables = (() => {
   }
 
   function transfers() {
-    const words = { activation: "transfer", weight: "stream", input: "input", output: "output", writeback: "written back" };
+    const words = { activation: "transfer", weight: "stream", input: "input", output: "output", writeback: "written back", gradient: "gradient" };
     make(Dom.byId("transfers"), Plan.flows.map((flow, index) => ({ flow, index })), [
       { title: "What", value: ({ flow }) => Model.carried(flow), wide: true },
       { title: "Kind", value: ({ flow }) => words[flow.kind] },
