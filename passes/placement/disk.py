@@ -26,7 +26,12 @@ from graphplan.passes.placement.bounds.disk_reads import least_disk_seconds
 from graphplan.passes.placement.certificate import Bound, Scope, Solution, certify
 from graphplan.passes.placement.driver import bound_with_offload, place, probe
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
-from graphplan.passes.placement.infeasible import Advice, explain_infeasible, smallest_budgets
+from graphplan.passes.placement.infeasible import (
+    Advice,
+    everything_on_one,
+    explain_infeasible,
+    smallest_budgets,
+)
 from graphplan.passes.placement.params import PARAMS, Effort, Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
@@ -239,7 +244,8 @@ class _DiskPlacement:
             return None
         effort = Limits(self.limits.deadline).work(len(self.problem.graph.operations), PARAMS.advice_effort)
         closely = not self.limits.caller_retries
-        return smallest_budgets(self.problem, effort, self._probe, closely=closely)
+        found = smallest_budgets(self.problem, effort, self._probe, closely=closely)
+        return found or everything_on_one([self.problem])
 
     def infeasible(self, advice: Advice | None) -> InfeasibleError:
         """Return the error where no placement was found, with budgets that suffice."""

@@ -21,7 +21,7 @@ from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.bounds.milp import BY_CLASSES, bound_by_classes
 from graphplan.passes.placement.certificate import Bound, Scope, Solution, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate, evaluate_filled
-from graphplan.passes.placement.infeasible import explain_infeasible, smallest_budgets
+from graphplan.passes.placement.infeasible import everything_on_one, explain_infeasible, smallest_budgets
 from graphplan.passes.placement.params import PARAMS, Effort, Limits
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import on_one_device, unread_weights
@@ -58,7 +58,7 @@ def place(
     # the search proves nothing: a placement for larger budgets may fit the given ones
     effort = Limits(limits.deadline).work(len(problem.graph.operations), PARAMS.advice_effort)
     closely = limits.advises and not limits.caller_retries
-    advice = smallest_budgets(problem, effort, probe, closely=closely)
+    advice = smallest_budgets(problem, effort, probe, closely=closely) or everything_on_one([problem])
     if advice is not None:
         evaluation = evaluate(problem, advice.evaluation.assignment)
         if evaluation.feasible:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphplan.devices.topology import ALIGNMENT, DeviceKey, Topology
@@ -65,20 +65,35 @@ def smallest_budgets(
         else:
             high, best = middle, closer
     if best is None:
-        return _everything_on_one(problem)
+        return None
     peaks = peaks_or_given(problem.topology, best)
     at_peaks = replace(problem, topology=problem.topology.with_memory(peaks))
     suffices = closely and not effort.over and probe(at_peaks, effort) is not None
     return Advice(best, peaks if suffices else topology.scaled(high).budgets)
 
 
-def _everything_on_one(problem: Problem) -> Advice | None:
-    """Return the placement on one device that exceeds budgets least; it needs no search."""
-    unread, keys = unread_weights(problem), [spec.key for spec in problem.topology.computing]
-    evaluations = [evaluate_filled(problem, on_one_device(problem, key), unread) for key in keys]
-    possible = [evaluation for evaluation in evaluations if math.isfinite(evaluation.seconds)]
+def everything_on_one(problems: Sequence[Problem]) -> Advice | None:
+    """Return the placement of all passes on one device that exceeds budgets least; it needs no search."""
+    topology, possible = problems[0].topology, []
+    for spec in topology.computing:
+        evaluations = [
+            evaluate_filled(problem, on_one_device(problem, spec.key), unread_weights(problem))
+            for problem in problems
+        ]
+        if all(math.isfinite(evaluation.seconds) for evaluation in evaluations):
+            possible.append(with_highest_peaks(evaluations))
     best = min(possible, key=lambda evaluation: sum(evaluation.excess.values()), default=None)
-    return None if best is None else Advice(best, peaks_or_given(problem.topology, best))
+    return None if best is None else Advice(best, peaks_or_given(topology, best))
+
+
+def with_highest_peaks(evaluations: Sequence[Evaluation]) -> Evaluation:
+    """Return the first pass's evaluation, with the highest peaks of all passes."""
+    first = evaluations[0]
+    peaks = {
+        key: max((evaluation.peak(key) for evaluation in evaluations), key=lambda peak: peak.nbytes)
+        for key in first.problem.topology.keys
+    }
+    return replace(first, highest=peaks)
 
 
 def peaks_or_given(topology: Topology, best: Evaluation) -> dict[DeviceKey, int]:

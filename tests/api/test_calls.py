@@ -7,6 +7,7 @@ import gc
 import itertools
 import pickle
 import random
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from graphplan.devices.topology import CPU
 from graphplan.ir.constraints import Constraints
 from graphplan.passes.placement.calls.joint import Call, place_jointly
 from graphplan.passes.placement.driver import place
+from graphplan.passes.placement.params import Limits
 from graphplan.passes.placement.problem import Problem
 
 KIB = 1024
@@ -231,10 +233,15 @@ def readers(weights: dict[str, int], reads: list[str], activation: int = KIB, fl
     return Graph(operations, values, owned, ["x"], [values[-1].name])
 
 
-def joint(graphs: list[Graph], counts: list[float], budgets: dict[Any, int]) -> Any:
+NO_LIMITS = Limits()
+
+
+def joint(
+    graphs: list[Graph], counts: list[float], budgets: dict[Any, int], limits: Limits = NO_LIMITS
+) -> Any:
     topology = read_max_memory(budgets)
     calls = [Call(Problem(g, topology, "cpu"), Constraints(), w) for g, w in zip(graphs, counts, strict=True)]
-    return place_jointly(calls)
+    return place_jointly(calls, limits)
 
 
 def total(solutions: Any, counts: list[float]) -> float:
@@ -304,6 +311,15 @@ def test_error_of_one_call_names_budgets_for_all(budgets: dict[Any, int], lighte
     assert caught.value.device in budgets
     assert caught.value.operation
     assert all(one.evaluation.feasible for one in joint(graphs, [1.0, 1.0], caught.value.needed))
+
+
+def test_error_without_time_names_budgets_for_all() -> None:
+    """Regression: without a probe, those of the first call were named, which it had."""
+    graphs = [readers(WEIGHTS, list(WEIGHTS), activation=nbytes) for nbytes in (512, 6 * KIB)]
+    with pytest.raises(graphplan.InfeasibleError, match="These budgets suffice") as caught:
+        joint(graphs, [1.0, 1.0], {0: 36 * KIB}, Limits(time.monotonic()))
+    assert caught.value.needed[0] > 36 * KIB
+    joint(graphs, [1.0, 1.0], caught.value.needed)
 
 
 @pytest.mark.full_search

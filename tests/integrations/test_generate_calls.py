@@ -30,8 +30,9 @@ def budgets_of(model: Any, share: float, spare: int = 0) -> dict[int | str, int]
     return {0: each, 1: each}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["short llama", *FAMILIES])
+@pytest.mark.parametrize(
+    "family", ["short llama", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES)]
+)
 def test_generate_needs_no_more_plans(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     planned, plan_call = list[Any](), Compiler.plan
 
@@ -278,7 +279,6 @@ def test_unplannable_call_keeps_the_other_plans(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(found, model.generate(**inputs_of("llama"), max_new_tokens=4, do_sample=False))
 
 
-@pytest.mark.slow
 def test_a_quantised_cache_grows_in_one_graph() -> None:
     """Its layers have pairs of a tensor and its scale, which are replaced at each token."""
     if not hasattr(cache_utils, "Fp8QuantizedLayer"):

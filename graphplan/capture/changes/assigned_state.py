@@ -78,7 +78,7 @@ class AssignedState:
     Attributes:
         losses: assigned attributes that have a gradient, such as auxiliary losses.
         stored: owner's id and name -> label of assigned attributes that hold tensors, which the graph does
-            not update; without those that the next call keeps, such as tables.
+            not update; without those that a trace of the next call keeps, such as tables.
         makes_tensors: whether the next call may depend on tensors that this one makes.
         reads_values: whether the trace depended on the value of a tensor.
         data: assignments to the ``data`` of tensors.
@@ -183,10 +183,10 @@ class AssignedState:
                 by_hook = attributes.get("_forward_pre_hooks") and isinstance(before.value, torch.Tensor)
                 if by_hook:
                     continue
+                if _tensors(new):
+                    self.stored[id(attributes), name] = f"{label}.{name}"
                 if any(one.grad_fn for one in _tensors(new)):
                     self.losses.append(f"{label}.{name}")
-                elif _tensors(new):
-                    self.stored[id(attributes), name] = f"{label}.{name}"
 
     def _expanded(self, value: Snapshot) -> Snapshot:
         """Return the snapshot with the attributes of all objects in it, including those made in the call."""

@@ -39,7 +39,13 @@ from graphplan.passes.placement.driver import (
     probe,
 )
 from graphplan.passes.placement.evaluate import Evaluation
-from graphplan.passes.placement.infeasible import Advice, explain_infeasible, smallest_budgets
+from graphplan.passes.placement.infeasible import (
+    Advice,
+    everything_on_one,
+    explain_infeasible,
+    smallest_budgets,
+    with_highest_peaks,
+)
 from graphplan.passes.placement.params import PARAMS, Effort, Limits
 from graphplan.passes.placement.problem import Problem
 
@@ -102,10 +108,9 @@ def place_jointly(
     problems = [call.with_homes(pinned) for call in calls]
     starts_alone: Sequence[Assignment | None] = warm_starts or [None] * len(calls)
     searches = 4 * len(calls)
-    limits_alone = replace(limits, caller_retries=limits.caller_retries or len(calls) > 1)
     try:
         alone = [
-            place(problem, _one_of(limits_alone, searches - done), warm_start=warm_start)
+            place(problem, _one_of(limits, searches - done), warm_start=warm_start)
             for done, (problem, warm_start) in enumerate(zip(problems, starts_alone, strict=True))
         ]
     except InfeasibleError as error:
@@ -285,21 +290,16 @@ def _advice_effort(calls: Sequence[Call], limits: Limits) -> Effort:
 
 
 def _smallest_budgets(calls: Sequence[Call], limits: Limits) -> Advice | None:
-    """Return budgets with which a short search finds a placement of all passes; None if it finds none."""
+    """Return budgets with which a short search finds a placement of all passes; None if there is none."""
 
     def highest(problem: Problem, effort: Effort) -> Evaluation | None:
-        """Return the first pass's placement on the problem's devices, with the highest peaks of all."""
         joint = _probe_jointly([call.on(problem.topology) for call in calls], effort)
-        if joint is None:
-            return None
-        peaks = {
-            key: max((evaluation.peak(key) for evaluation in joint), key=lambda peak: peak.nbytes)
-            for key in problem.topology.keys
-        }
-        return replace(joint[0], highest=peaks)
+        return None if joint is None else with_highest_peaks(joint)
 
     closely = not limits.caller_retries
-    return smallest_budgets(calls[0].problem, _advice_effort(calls, limits), highest, closely=closely)
+    found = smallest_budgets(calls[0].problem, _advice_effort(calls, limits), highest, closely=closely)
+    pinned = _pinned(calls)
+    return found or everything_on_one([call.with_homes(pinned) for call in calls])
 
 
 def _probe_jointly(calls: Sequence[Call], effort: Effort) -> list[Evaluation] | None:

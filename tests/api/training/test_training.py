@@ -1149,8 +1149,10 @@ def test_a_plan_of_a_step_is_data() -> None:
     assert again.peak_bytes == plan.peak_bytes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("share", "forbidden"), [(0.4, "recompute"), (0.6, "offload_activations")])
+@pytest.mark.parametrize(
+    ("share", "forbidden"),
+    [(0.4, "recompute"), pytest.param(0.6, "offload_activations", marks=pytest.mark.slow)],
+)
 def test_given_plan_of_a_step_needs_no_search(
     wide: int, share: float, forbidden: str, tmp_path: Path
 ) -> None:

@@ -538,10 +538,13 @@ class Adds(nn.Module):
         return h
 
 
+@pytest.mark.parametrize("with_history", [False, True])
 @pytest.mark.parametrize("kind", ["losses", "last"])
-def test_stored_tensors_warn_once_in_an_evaluation(kind: str) -> None:
+def test_stored_tensors_warn_once_in_an_evaluation(kind: str, with_history: bool) -> None:
     """Regression: other methods of the model read the old value without a warning."""
     model = nn.Sequential(nn.Linear(8, 8), Adds(kind)).eval()
+    if with_history:
+        model.forward = torch.enable_grad()(model.forward)  # type: ignore[method-assign]
     with pytest.warns(graphplan.GraphplanWarning, match=rf"stores a tensor in Adds\.{kind}") as told:
         placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
     assert len(told) == 1
