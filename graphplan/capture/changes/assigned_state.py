@@ -77,8 +77,6 @@ class AssignedState:
 
     Attributes:
         losses: assigned attributes that have a gradient, such as auxiliary losses.
-        stored: owner's id and name -> label of assigned attributes that hold tensors, which the graph does
-            not update; without those that a trace of the next call keeps, such as tables.
         makes_tensors: whether the next call may depend on tensors that this one makes.
         reads_values: whether the trace depended on the value of a tensor.
         data: assignments to the ``data`` of tensors.
@@ -97,7 +95,6 @@ class AssignedState:
         self._requiring = set[int]()  # ids of the buffers that required a gradient before the call
         self._with_history: list[str] = []
         self.losses: list[str] = []
-        self.stored: dict[tuple[int, str], str] = {}
         self.data = AssignedData(model)
         self.branches = branches
         self.makes_tensors = False
@@ -181,11 +178,7 @@ class AssignedState:
                 self._changes.append(change)
                 # a pre-hook such as weight_norm's sets the weight that the module then reads
                 by_hook = attributes.get("_forward_pre_hooks") and isinstance(before.value, torch.Tensor)
-                if by_hook:
-                    continue
-                if _tensors(new):
-                    self.stored[id(attributes), name] = f"{label}.{name}"
-                if any(one.grad_fn for one in _tensors(new)):
+                if not by_hook and any(one.grad_fn for one in _tensors(new)):
                     self.losses.append(f"{label}.{name}")
 
     def _expanded(self, value: Snapshot) -> Snapshot:
@@ -244,7 +237,6 @@ class AssignedState:
                 )
         read = constants_read(next_program)
         changed = {(id(one.owner), one.name) for one in next_state._changes}
-        self.stored = {key: label for key, label in self.stored.items() if key in changed}
         for one in next_state._carried(read) + self._carried(constants_read(traced)):
             is_kept = (id(one.owner), one.name) not in changed and _share_any(
                 self._tensors_in(one.owner[one.name]), read

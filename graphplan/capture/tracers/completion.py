@@ -27,12 +27,6 @@ def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Ca
     state: AssignedState = captured.module.meta.pop(STATE)
     for text in state.kept_by_hooks:
         model_copy.warn_once(text)
-    for name in state.stored.values():
-        if not (keep_grad and name in state.losses):
-            model_copy.warn_once(
-                f"{model_copy.method} stores a tensor in {name}; a placed model does not, so code that reads "
-                "it after the call finds the old value. If there is such code, return the tensor instead"
-            )
     _refuse_untied(state.assigned(model_copy.module), model_copy)
     branches = tuple(one.renamed(model_copy.first_name) for one in state.branches.taken if one.weights)
     captured = replace(captured, branches=branches)

@@ -508,7 +508,6 @@ def test_assigned_attributes_read_next_run_module_by_module(model: type[nn.Modul
 
 
 @pytest.mark.filterwarnings("ignore:the plan counts data-dependent sizes")
-@pytest.mark.filterwarnings("ignore:forward stores a tensor")
 @pytest.mark.parametrize("model", [Shows, Lazy, Table, Counts, Finds])
 @torch.no_grad()
 def test_attributes_unused_by_later_calls_are_traced(model: type[nn.Module]) -> None:
@@ -536,20 +535,6 @@ class Adds(nn.Module):
         else:
             self.last = h.square().mean()
         return h
-
-
-@pytest.mark.parametrize("with_history", [False, True])
-@pytest.mark.parametrize("kind", ["losses", "last"])
-def test_stored_tensors_warn_once_in_an_evaluation(kind: str, with_history: bool) -> None:
-    """Regression: other methods of the model read the old value without a warning."""
-    model = nn.Sequential(nn.Linear(8, 8), Adds(kind)).eval()
-    if with_history:
-        model.forward = torch.enable_grad()(model.forward)  # type: ignore[method-assign]
-    with pytest.warns(graphplan.GraphplanWarning, match=rf"stores a tensor in Adds\.{kind}") as told:
-        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
-    assert len(told) == 1
-    for batch in (X[:2], X):  # warnings are errors
-        placed(batch)
 
 
 @pytest.mark.parametrize("kind", ["losses", "last"])

@@ -175,7 +175,6 @@ def test_state_read_by_next_call_runs_module_by_module(kind: str, shared: bool) 
     same_calls(placed, model)
 
 
-@pytest.mark.filterwarnings("ignore:forward stores a tensor")
 @pytest.mark.parametrize(("kind", "shared"), in_turn(DOES_NOT, [False, True]))
 @torch.no_grad()
 def test_state_unused_by_later_calls_is_traced(kind: str, shared: bool) -> None:
