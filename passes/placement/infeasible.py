@@ -15,7 +15,7 @@ from graphplan.passes.placement.params import PARAMS, Effort
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import on_one_device, unread_weights
 
-# of a pass; a peak there is that of no operation
+# the operation of a peak -> what takes the bytes, where that is no operation
 _PARTS = {"": "its weights", OUTPUT: "its results", OPTIMIZER: "the optimizer's step"}
 
 Probe = Callable[[Problem, Effort], Evaluation | None]

@@ -113,9 +113,11 @@ def place_jointly(
             place(problem, _one_of(limits, searches - done), warm_start=warm_start)
             for done, (problem, warm_start) in enumerate(zip(problems, starts_alone, strict=True))
         ]
-    except InfeasibleError as error:
+    except InfeasibleError:
         nearest = _smallest_budgets(calls, limits) if len(calls) > 1 and limits.advises else None
-        raise error if nearest is None else explain_infeasible(calls[0].problem, nearest) from None
+        if nearest is None or nearest.budgets == calls[0].problem.topology.budgets:
+            raise
+        raise explain_infeasible(calls[0].problem, nearest) from None
 
     def find(problem: Problem) -> Evaluation | None:
         solution = attempt(problem, replace(_one_of(limits, searches), proves=False), None)
@@ -293,6 +295,7 @@ def _smallest_budgets(calls: Sequence[Call], limits: Limits) -> Advice | None:
     """Return budgets with which a short search finds a placement of all passes; None if there is none."""
 
     def highest(problem: Problem, effort: Effort) -> Evaluation | None:
+        """Return the first pass's placement on the problem's devices, with the highest peaks of all."""
         joint = _probe_jointly([call.on(problem.topology) for call in calls], effort)
         return None if joint is None else with_highest_peaks(joint)
 
