@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,14 @@ BUDGETS = {0: "1MiB", "cpu": "1GiB", "disk": "1GiB"}
 
 
 class Leaves(nn.Linear):
-    """Leaves a loss in an attribute."""
+    """Leaves a loss in an object."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.found = SimpleNamespace(loss=None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.loss = super().forward(x).square().mean()
+        self.found.loss = super().forward(x).square().mean()
         return x + 1
 
 
@@ -42,7 +47,7 @@ def test_a_warning_of_planning_points_at_the_caller() -> None:
 def test_a_warning_of_a_first_call_passes_over_torch() -> None:
     with graphplan.simulate({0: "1MiB"}) as machine:
         with pytest.warns(graphplan.GraphplanWarning, match="first call"):
-            placed = graphplan.partition(Leaves(2, 2), machine.max_memory, grad=True)
+            placed = graphplan.partition(Leaves(), machine.max_memory, grad=True)
         with pytest.warns(graphplan.GraphplanWarning, match="loss with a gradient") as caught:
             line, _ = here(), placed(torch.ones(2))
     assert [(one.filename, one.lineno) for one in caught] == [(__file__, line)]

@@ -142,7 +142,8 @@ def plan(
         optimizer_bytes_per_element: bytes of optimizer state per element of a parameter, instead of a dry
             step.
         train_outputs: names of the results that the backward pass starts from; by default ``"loss"``, or if
-            no result has this name, all that have a gradient.
+            no result has this name, all that have a gradient. An attribute in which ``forward`` stores a
+            tensor is a result, too, such as ``"layers.0.moe.loss"``; of these only scalars by default.
         recompute: False: no activation is recomputed in the backward pass.
         offload_activations: False: saved activations stay on the device that computed them.
         accumulate_gradients: False: no parameter has a gradient when a forward pass begins, as after

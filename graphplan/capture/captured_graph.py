@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import rename_node, reserve_name
 from graphplan.capture.signature import BoundCall, InputSignature
-from graphplan.capture.structure import Returned, flatten
+from graphplan.capture.structure import Returned, Stored, StoredAttribute, flatten, stored_in
 from graphplan.capture.value_branches import Branch
 
 OWN_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
@@ -77,7 +77,8 @@ class Capture:
             chose them.
         order: for each of ``inputs``, the leaf of the caller's call; None if the trace has added it.
         states: node name of each tensor of a cache that the caller passes in -> its leaf.
-        kept: positions of results that are tensors of caches: they stay on the device that computes them.
+        kept: positions of results that stay on the device that computes them: tensors of caches, and what is
+            stored in attributes.
         entry: the method that was called, as in :class:`graphplan.capture.model.model_copy.ModelCopy`.
         attributes: constant -> the attribute that it is, such as ``"model.offset"``, whose values may change;
             None where the trace depended on values, or a constant is a view of an attribute.
@@ -110,6 +111,13 @@ class Capture:
         return self.out_spec.context if self.out_spec.type is Returned else ()
 
     @property
+    def stored(self) -> range:
+        """The positions of the results that are stored in attributes."""
+        outer = self.out_spec.children()[0] if self.changed_names else self.out_spec
+        start = outer.children()[0].num_leaves if outer.type is Stored else outer.num_leaves
+        return range(start, outer.num_leaves)
+
+    @property
     def graph(self) -> fx.Graph:
         """The graph; weights and inputs are placeholders, and the results one flat tuple."""
         return self.module.graph
@@ -124,6 +132,50 @@ class Capture:
         flat = tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]  # always a tuple
         count = 0 if self.step is None else len(self.step.gradients) + len(self.step.input_gradients)
         return flat[: len(flat) - count]
+
+
+def with_stored(
+    graph: fx.Graph, spec: pytree.TreeSpec, stored: Mapping[StoredAttribute, StoredAttribute]
+) -> tuple[pytree.TreeSpec, frozenset[int]]:
+    """Keep some of the attributes that a call stores, and remove the others from the graph's results.
+
+    Args:
+        graph: the graph, whose results are those of ``spec``.
+        spec: the structure of the results.
+        stored: the attributes to keep, each with its new name.
+
+    Returns:
+        The new structure, and the positions of the results that are stored.
+    """
+    attributes = stored_in(spec)
+    if not attributes:
+        return spec, frozenset()
+    outer, *changed = spec.children() if spec.type is Returned else [spec]
+    result, *values = outer.children()
+    node = graph.output_node()
+    flat: list[Any] = list(node.args[0])  # type: ignore[arg-type]  # always a tuple
+    kept, start = flat[: result.num_leaves], result.num_leaves
+    for attribute, value in zip(attributes, values, strict=True):
+        if attribute in stored:
+            kept += flat[start : start + value.num_leaves]
+        start += value.num_leaves
+    node.args = ((*kept, *flat[start:]),)
+    names = tuple(stored[one] for one in attributes if one in stored)
+    inner = [value for one, value in zip(attributes, values, strict=True) if one in stored]
+    outer = pytree.TreeSpec(Stored, names, [result, *inner]) if inner else result
+    positions = frozenset(range(result.num_leaves, len(kept)))
+    whole = pytree.TreeSpec(Returned, spec.context, [outer, *changed]) if spec.type is Returned else outer
+    return whole, positions
+
+
+def without_stored(capture: Capture) -> Capture:
+    """Return a capture whose calls store nothing in attributes; the nodes for it are left in the graph."""
+    stored = capture.stored
+    if not stored:
+        return capture
+    positions = (i if i < stored.start else i - len(stored) for i in capture.kept if i not in stored)
+    spec, _ = with_stored(capture.graph, capture.out_spec, {})
+    return replace(capture, out_spec=spec, kept=frozenset(positions))
 
 
 def bound_call(traced: Mapping[str, Any]) -> BoundCall:

@@ -40,7 +40,7 @@ from graphplan.capture.sizes.dynamic_axes import Roles
 from graphplan.capture.sizes.dynamic_sizes import largest_sizes, sizes_of_call
 from graphplan.capture.sizes.open_sizes import OpenSizes, open_sizes
 from graphplan.capture.source_lines import belong_with
-from graphplan.capture.structure import Returned
+from graphplan.capture.structure import Returned, Stored
 from graphplan.capture.tracers.quiet import quiet
 from graphplan.capture.written_memory import written_memories
 from graphplan.errors import InputError, NoGraphError
@@ -167,21 +167,25 @@ class _Tracing:
             results = _Forward(self.capture.module, self.env).run(*_detached(values))
         able = [i for i, r in enumerate(results) if isinstance(r, torch.Tensor) and r.requires_grad]
         names = _names(self.capture.out_spec)
-        self.differentiated = self._chosen(able, names)
+        losses = [i for i in able if i not in self.capture.stored or not results[i].dim()]
+        self.differentiated = self._chosen(able, losses, names)
         self.others = {position: names[position] for position in able if position not in self.differentiated}
         return [torch.empty_like(results[position]).detach() for position in self.differentiated]
 
-    def _chosen(self, able: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
-        """Return the positions that backward starts from, among ``able``: results that require a gradient."""
-        if not able:
+    def _chosen(self, able: Sequence[int], losses: Sequence[int], names: Sequence[str]) -> tuple[int, ...]:
+        """Return the positions that backward starts from, among ``able``: results that require a gradient.
+
+        ``losses`` are those of them that may be part of a loss by default: not, say, stored attention scores.
+        """
+        outputs = self.differentiation.outputs
+        if not (losses if outputs is None else able):
             raise InputError(
                 "train=True: no result of the model has a gradient: does it compute under torch.no_grad(), "
                 "are all parameters frozen, or is the loss not among the results (labels= is missing)?"
             )
-        outputs = self.differentiation.outputs
         if outputs is None:
             loss = [position for position in able if names[position] == "loss"]
-            return tuple(loss or able)
+            return tuple(loss or losses)
         for name in outputs:
             if name not in names:
                 known = ", ".join(repr(one) for one in names if one) or "without names"
@@ -338,8 +342,8 @@ def _names(spec: pytree.TreeSpec, prefix: str = "") -> list[str]:
     if spec.is_leaf():
         return [prefix]
     children, keys = spec.children(), spec.context
-    if spec.type is Returned:
-        paths = ["", *keys]
+    if spec.type in (Returned, Stored):
+        paths = ["", *map(str, keys)]
     elif not isinstance(keys, list) or len(keys) != len(children):
         paths = [f"{prefix}[{index}]" for index in range(len(children))]
     else:

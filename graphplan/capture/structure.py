@@ -323,6 +323,43 @@ class Returned:
     changed: dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class StoredAttribute:
+    """An attribute in which a call stores tensors.
+
+    Attributes:
+        path: the path of the module that has it.
+        name: the name of the attribute.
+        in_place: whether the call changes the list or dict that the attribute holds, instead of replacing it.
+    """
+
+    path: str
+    name: str
+    in_place: bool
+
+    def __str__(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stored:
+    """The result of a trace whose call stores tensors in attributes of modules, with these attributes."""
+
+    result: Any
+    attributes: dict[StoredAttribute, Any]
+
+
+def stored_in(spec: pytree.TreeSpec) -> tuple[StoredAttribute, ...]:
+    """Return the attributes in which a call with a result of this structure stores tensors."""
+    inner = spec.children()[0] if spec.type is Returned else spec
+    return inner.context if inner.type is Stored else ()
+
+
+def _stored(parts: Iterable[Any], attributes: Sequence[StoredAttribute]) -> Stored:
+    result, *values = parts
+    return Stored(result, dict(zip(attributes, values, strict=True)))
+
+
 def _returned(parts: Iterable[Any], names: Sequence[str]) -> Returned:
     result, *changed = parts
     return Returned(result, dict(zip(names, changed, strict=True)))
@@ -334,4 +371,7 @@ for _constant in (Given, torch.dtype, torch.layout, torch.memory_format, bytes, 
 register_node(complex, lambda value: ([], repr(value)), lambda _, text: complex(text.strip("()")))
 register_node(
     Returned, lambda found: ([found.result, *found.changed.values()], tuple(found.changed)), _returned
+)
+register_node(
+    Stored, lambda found: ([found.result, *found.attributes.values()], tuple(found.attributes)), _stored
 )

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from graphplan.capture.captured_graph import Capture
+from graphplan.capture.captured_graph import Capture, without_stored
+from graphplan.capture.changes.assigned_state import KeptStateError, nothing_from_before
 from graphplan.capture.differentiate import differentiate
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights
@@ -17,7 +18,7 @@ from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
 from graphplan.capture.sizes.decided_sizes import EquatedSizeError
 from graphplan.capture.sizes.size_limits import bounded, exceeds_slightly
-from graphplan.capture.structure import reachable
+from graphplan.capture.structure import reachable, stored_in
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracing import capture
 from graphplan.capture.value_branches import is_integer_tensor, same_answers
@@ -162,11 +163,14 @@ class Captures:
         options = {"keep_grad": keep_grad, "step": differentiation is not None, "vary": vary, "sizes": sizes}
         origin = None
         if saved is not None:
-            origin = origin_of(part, call, shapes, options, differentiation, fixed)
+            described = {**options, "stores": self.options.stores}
+            origin = origin_of(part, call, shapes, described, differentiation, fixed)
             if origin is not None and (found := saved.read(origin, call, part)) is not None:
                 return found
         with overheard() as warnings:
             found = capture(part, call, shapes, **options)
+            if not self.options.stores:
+                found = _without_stored(found, part)
             is_savable = origin is not None and can_save(found, origin)
             simplify(found, keep_grad=keep_grad)
             try:
@@ -179,6 +183,24 @@ class Captures:
         if saved and origin and is_savable:
             saved.write(origin, found, call, warnings, fixed=part.code.sizes_fixed)
         return found
+
+
+def _without_stored(capture: Capture, model_copy: ModelCopy) -> Capture:
+    """Return the capture without the results that are stored in attributes; warn of each.
+
+    Raises:
+        KeptStateError: the next call reads one of them.
+    """
+    for attribute in map(str, stored_in(capture.out_spec)):
+        if attribute in (capture.attributes or {}).values():
+            raise KeptStateError(
+                nothing_from_before(attribute, attribute.rpartition(".")[2], "read and then assigned")
+            )
+        model_copy.warn_once(
+            f"forward stores a tensor in {attribute}; a model over several machines does not. Return it if "
+            "other code needs it"
+        )
+    return without_stored(capture)
 
 
 def _differing(signature: InputSignature, call: BoundCall) -> set[int]:

@@ -39,6 +39,7 @@ class Options:
     compile: Mapping[str, Any] | None = None
     time_limit: float | None = None
     training: Training | None = None
+    stores: bool = True  # whether calls store tensors in attributes: stages of several machines cannot
     # not in the repr, which ranks compare: each rank may have its own folder
     saved_captures: SavedCaptures | None = field(default=None, repr=False)
 

@@ -14,7 +14,7 @@ from graphplan.ir.graph_elements import Weight
 from graphplan.ir.lowered_ops import GRADIENTS, constant_attribute, is_bound, part_attribute, stream_attribute
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
-from graphplan.runtime.module.result_structure import cache_layouts, rebuilder
+from graphplan.runtime.module.result_structure import StoredPlace, cache_layouts, rebuilder
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.weights.resident_parts import ResidentPart, rows_of
 from graphplan.runtime.weights.weight_changes import require_planned
@@ -33,13 +33,23 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
             _bind_streams(module, state, program, forward)  # before parts: it may move whole weights
             _bind_parts(module, state, program, forward)
             forward.__dict__[GRADIENTS] = state.gradients
-            rebuild = rebuilder(
-                program.out_spec, cache_layouts(program.signature.spec, program.changed_names)
-            )
+            places = _places(module, program)
+            given = cache_layouts(program.signature.spec, program.changed_names)
+            rebuild = rebuilder(program.out_spec, given, places)
             step = program.backward
             backward = None if step is None else backward_code(module, program, forward, step.graph)
-            code = state.codes[index] = Code(forward, BoundCode(forward), rebuild, backward)
+            code = state.codes[index] = Code(forward, BoundCode(forward), rebuild, backward, places)
         return code
+
+
+def _places(module: nn.Module, program: Program) -> tuple[StoredPlace, ...]:
+    """Return where the program stores tensors, in the order of its results."""
+    held = {
+        attribute: program.constants[name] for name, attribute in (program.constant_attributes or {}).items()
+    }
+    return tuple(
+        StoredPlace(one, vars(module.get_submodule(one.path)), held.get(str(one))) for one in program.stored
+    )
 
 
 def backward_code(module: nn.Module, program: Program, code: fx.GraphModule, graph: fx.Graph) -> BoundCode:

@@ -85,11 +85,14 @@ class ModelReading:
         values: name -> tensor in an attribute of a module, whose values may change.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, unwatched: frozenset[str] = frozenset()) -> None:
+        """Read the module, without the attributes that have these names."""
         named = dict(module.named_modules())
+        self._unwatched = unwatched
         self.facts: dict[str, Fact] = {}
         self.attribute_facts: dict[str, Fact] | None = {}
-        self.root = {name: value for name, value in vars(module).items() if name not in _IGNORED}
+        own = vars(module).items()
+        self.root = {name: value for name, value in own if name not in _IGNORED and name not in unwatched}
         self.tables: list[Any] = []
         self.keys: list[Any] = []
         self.parts = list(named.values())[1:]
@@ -126,6 +129,8 @@ class ModelReading:
     def _read_part(self, path: str, part: nn.Module) -> None:
         prefix = f"{path}." if path else ""
         for name, value in vars(part).items():
+            if prefix + name in self._unwatched:
+                continue
             if name not in _IGNORED and (path or name != "forward"):  # the root's runs around the graphs
                 table = vars(part) if path else None
                 self._read(prefix + name, value, table, name, matters=hasattr(type(part), name))
@@ -188,8 +193,10 @@ class ModelReading:
         count.update(memory_of(t) for table in self.weights for t in table.values() if t is not None)
         for path, part in named.items():
             for name, value in vars(part).items():
-                if name not in _IGNORED and _is_value(value) and count[memory_of(value)] == 1:
-                    yield f"{path}.{name}" if path else name, value
+                full = f"{path}.{name}" if path else name
+                known = name in _IGNORED or full in self._unwatched
+                if not known and _is_value(value) and count[memory_of(value)] == 1:
+                    yield full, value
 
     def _read(self, name: str, value: Any, table: Any, key: Any, *, matters: bool) -> None:
         """Add the facts about an attribute and its contents; ``table`` is None if it must not be kept."""

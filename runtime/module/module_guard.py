@@ -35,11 +35,14 @@ _shape, _version = attrgetter("shape"), attrgetter("_version")
 class ModuleGuard:
     """Detects changes of one module since its graphs were traced; created when they were.
 
-    ``values`` maps names to the tensor attributes whose values may change, as last seen.
+    Attributes:
+        values: name -> tensor attribute whose values may change, as last seen.
+        unwatched: names of attributes in which the calls themselves store tensors.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._adopt(_IdentityCheck(module))
+    def __init__(self, module: nn.Module, unwatched: frozenset[str] = frozenset()) -> None:
+        self.unwatched = unwatched
+        self._adopt(_IdentityCheck(module, unwatched))
 
     def _adopt(self, check: _IdentityCheck) -> None:
         reading = check.reading
@@ -64,14 +67,20 @@ class ModuleGuard:
     def accept(self, module: nn.Module) -> None:
         """Compare later states with the present one."""
         if not self._check.is_unchanged(module):
-            self._adopt(_IdentityCheck(module))
+            self._adopt(_IdentityCheck(module, self.unwatched))
+
+    def leave_out(self, module: nn.Module, unwatched: frozenset[str]) -> None:
+        """Detect no changes of the attributes with these names, in place of others before."""
+        if unwatched != self.unwatched:
+            self.unwatched = unwatched
+            self._adopt(_IdentityCheck(module, unwatched))
 
     def difference(self, module: nn.Module, *, values_may_change: bool = False) -> str | None:
         """Return a description of the first change since the graphs were traced; None if there is none.
 
         If ``values_may_change``, the tensors in ``values`` may be replaced and written to.
         """
-        check = _IdentityCheck(module)
+        check = _IdentityCheck(module, self.unwatched)
         reading, known = check.reading, self.values
         values = {n: t for n, t in reading.values.items() if n in known and _is_alike(known[n], t)}
         of_values = (
@@ -91,8 +100,8 @@ class ModuleGuard:
 class _IdentityCheck:
     """A reading of a module, and the objects that were read, to compare identities."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.reading = reading = ModelReading(module)
+    def __init__(self, module: nn.Module, unwatched: frozenset[str]) -> None:
+        self.reading = reading = ModelReading(module, unwatched)
         self._values = list(map(getitem, reading.tables, reading.keys))
         self._types = list(map(type, reading.parts))
         hooks = set(map(id, reading.hooks))  # their tables may grow without a change

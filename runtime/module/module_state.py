@@ -23,8 +23,8 @@ from graphplan.runtime.fallback.module_by_module import ModularCalls, Untraced
 from graphplan.runtime.memory.gradient_copies import GradientCopies
 from graphplan.runtime.module.dispatch_cache import Route
 from graphplan.runtime.module.module_guard import ModuleGuard
-from graphplan.runtime.module.program import Program
-from graphplan.runtime.module.result_structure import Rebuild
+from graphplan.runtime.module.program import Program, unwatched
+from graphplan.runtime.module.result_structure import Rebuild, StoredPlace
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.profile.call_profile import ProfilingInterpreter
 from graphplan.runtime.weights.resident_parts import ResidentPart
@@ -108,13 +108,14 @@ class Code:
     """The code of one program, ready to run on one module's weights.
 
     ``reduced`` has the backward passes for missing gradients of results, by (names of these results, whether
-    gradients of parameters are added up, sizes).
+    gradients of parameters are added up, sizes). ``places`` are where it stores tensors.
     """
 
     module: fx.GraphModule
     bound: BoundCode | ProfilingInterpreter
     rebuild: Rebuild
     backward: BoundCode | ProfilingInterpreter | None = None
+    places: tuple[StoredPlace, ...] = ()
     reduced: dict[tuple[Any, ...], BoundCode] = field(default_factory=dict)
 
 
@@ -192,11 +193,18 @@ class ModuleState:
         if self.start is None and self.untraced is None:
             self.modular_calls.watch(module)
             self.reader = self.new_reader(module)
-            self.guard = ModuleGuard(module)
+            self.guard = ModuleGuard(module, unwatched(self.programs))
 
     def new_reader(self, module: nn.Module) -> ModeReader:
         """Return a reader of the module's modes, for the types of devices on which it is placed."""
         return ModeReader(module, self.device_types)
+
+    def release_stored(self) -> None:
+        """Release what calls have stored in attributes that no graph reads."""
+        unwatched = frozenset[str]() if self.guard is None else self.guard.unwatched
+        for place in (place for code in self.codes.values() for place in code.places):
+            if str(place.attribute) in unwatched:
+                place.release()
 
     def has_untraced_hooks(self) -> bool:
         """Whether submodules have hooks that graphs do not call."""

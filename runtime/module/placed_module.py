@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from graphplan._compat.torch import is_exported, never_compiled
+from graphplan.capture.changes.attribute_data import plain_tensors
 from graphplan.capture.model.model_weights import ModelWeights, weights_now
 from graphplan.capture.model.modes import Differentiation
 from graphplan.capture.model.shared_attributes import copy_to_run
@@ -255,7 +256,8 @@ def _start(
 ) -> None:
     assert state.start is not None
     added = [] if state.guard is None else state.modular_calls.untraced_hooks(state.guard.parts)
-    # these refer to weights, whose memory must be free for the new placement
+    # these refer to weights and stored tensors, whose memory must be free for the new placement
+    state.release_stored()
     state.reader = state.guard = state.compile = state.move = None
     state.codes.clear()
     state.streams.storages.clear()
@@ -434,6 +436,8 @@ def unplace(module: nn.Module) -> nn.Module:
     plain = unplaced(module, wrapped=True)
     weights = ModelWeights(plain)
     memo = in_host_memory(plain, weights, weights.tensors)
+    for *_, tensor in plain_tensors(plain):  # a call may have stored it on an accelerator
+        memo.setdefault(id(tensor), tensor.detach().cpu())
     for parameter in plain.parameters():
         if isinstance(parameter, nn.Parameter) and parameter.grad is not None:
             memo[id(parameter)].grad = parameter.grad.cpu()

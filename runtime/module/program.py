@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.model.model_weights import weight_at
 from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import InputSignature
+from graphplan.capture.structure import StoredAttribute, stored_in
 from graphplan.capture.value_branches import Branch, same_answers
 from graphplan.ir.plan_data import PlanData
 
@@ -110,6 +111,18 @@ class Program:
     branches: tuple[Branch, ...] = ()
 
     @property
+    def stored(self) -> tuple[StoredAttribute, ...]:
+        """The attributes in which a call stores tensors."""
+        return stored_in(self.out_spec)
+
+    def reads(self, attribute: str) -> bool:
+        """Whether the code may read tensors in an attribute of the model, such as ``"model.offset"``."""
+        if self.constant_attributes is None:
+            return attribute not in map(str, self.stored)
+        inside = f"{attribute}.", f"{attribute}["
+        return any(one == attribute or one.startswith(inside) for one in self.constant_attributes.values())
+
+    @property
     def max_input_bytes(self) -> int:
         """Bytes of the largest inputs that the program is planned for."""
         return sum(self.plan.graph.values[name].nbytes for name in self.plan.graph.inputs)
@@ -125,3 +138,9 @@ class Program:
     def takes_same_branches(self, module: nn.Module) -> bool:
         """Whether branches decided by weights of the module are taken as in the trace."""
         return same_answers(self.branches, partial(weight_at, module))
+
+
+def unwatched(programs: Sequence[Program]) -> frozenset[str]:
+    """Return the attributes in which calls of these programs store tensors, and which none of them reads."""
+    stored = {str(attribute) for program in programs for attribute in program.stored}
+    return frozenset(name for name in stored if not any(program.reads(name) for program in programs))

@@ -1,27 +1,32 @@
-"""State that a model assigns to itself in a forward pass: the graph writes buffers, and refuses other state.
+"""State that a model assigns to itself in a forward pass: the graph writes buffers, and returns attributes.
 
 Before and after, in the trace of a module's call::
 
     self.mean = 0.9 * self.mean + x            add = 0.9 * mean + x
                                                copy_ = copy_(mean, add)
+    self.scores = q @ k                        mm = q @ k
+    return h                                   return h, mm            mm is stored after the call
 
-``torch.export`` does this for the buffers of the model itself, but not for those of its submodules. For any
-other attribute, a trace reads the tensor from before the trace. So a model has no graph if it depends on a
-tensor or a flag (such as that weights are already scaled) that its previous call assigned. A table that the
-first call makes and later calls read is allowed: each call of the graph makes it. A second trace, of the next
-call, distinguishes these cases.
+``torch.export`` does the former for the buffers of the model itself, but not for those of its submodules. For
+any other attribute, a trace reads the tensor from before the trace. So a model has no graph if it depends on
+a tensor or a flag (such as that weights are already scaled) that its previous call assigned. A table that the
+first call makes and later calls read is allowed: each call of the graph makes it, and stores none. A second
+trace, of the next call, distinguishes these cases.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import is_not
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils import _pytree as pytree
 
 from graphplan.capture.changes.assigned_data import AssignedData
 from graphplan.capture.changes.assigned_writes import ASSIGNS
@@ -33,11 +38,22 @@ from graphplan.capture.changes.program_contents import (
     writes_to_state,
     written_constants,
 )
-from graphplan.capture.structure import Seen, flatten, reachable, unflatten
+from graphplan.capture.structure import (
+    Returned,
+    Seen,
+    Stored,
+    StoredAttribute,
+    flatten,
+    reachable,
+    unflatten,
+)
 from graphplan.capture.value_branches import Branches
 from graphplan.errors import NoGraphError
 
 _ABSENT = object()
+
+_CONTAINERS = (list, tuple, dict, OrderedDict, deque, namedtuple)
+_PLAIN = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
 
 WRITTEN = "written to in place"
 
@@ -70,13 +86,15 @@ class _Change:
     tensors: list[torch.Tensor]  # the tensors in ``before``
     after: Any
     is_plain: bool  # whether numbers, texts or flags have changed
+    by_hook: bool = False  # as weight_norm's pre-hook sets the weight that the module then reads
 
 
 class AssignedState:
     """Assignments by modules, and by objects in their attributes, in one trace; see the module docstring.
 
     Attributes:
-        losses: assigned attributes that have a gradient, such as auxiliary losses.
+        stored: attributes of modules in which the call stores tensors, with what it stores.
+        updated: those of them that the next call reads.
         makes_tensors: whether the next call may depend on tensors that this one makes.
         reads_values: whether the trace depended on the value of a tensor.
         data: assignments to the ``data`` of tensors.
@@ -85,6 +103,7 @@ class AssignedState:
     """
 
     def __init__(self, model: nn.Module, branches: Branches) -> None:
+        self._model = vars(model)
         self._modules = set(map(id, model.modules()))
         self._objects = {id(one): one for one in objects_in(model)}
         self._buffers: dict[int, dict[str, Any]] = {}
@@ -94,7 +113,9 @@ class AssignedState:
         self._changes: list[_Change] = []
         self._requiring = set[int]()  # ids of the buffers that required a gradient before the call
         self._with_history: list[str] = []
-        self.losses: list[str] = []
+        self._paths = {id(vars(part)): path for path, part in reversed(list(model.named_modules()))}
+        self.stored: dict[StoredAttribute, Any] = {}
+        self.updated = set[StoredAttribute]()
         self.data = AssignedData(model)
         self.branches = branches
         self.makes_tensors = False
@@ -109,7 +130,7 @@ class AssignedState:
         self, tracer: Any, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Return the result of a module's call; at the end of the model's own call, write buffers."""
-        if self._buffers:
+        if self._buffers or vars(module) is not self._model:  # a part, or the tracer's wrapper of the model
             return forward(*args, **kwargs)
         for part in _modules(module):
             buffers = self._buffers[id(part._buffers)] = dict(part._buffers)
@@ -122,7 +143,40 @@ class AssignedState:
             self._write_buffers(tracer.graph, type(part).__name__, part._buffers)
         for owner in (*_modules(module), *self._objects.values()):
             self._record_changes(owner)
-        return result
+        return self._with_stored(result, module)
+
+    def _with_stored(self, result: Any, module: nn.Module) -> Any:
+        """Return the result of the model with the tensors that its call stores in attributes of modules."""
+        weights = {
+            id(x) for part in _modules(module) for x in (*part._parameters.values(), *part._buffers.values())
+        }
+        for one in self._changes:
+            if id(one.owner) in self._paths and not one.by_hook and _can_store(one.after, weights):
+                self.stored[self._key(one)] = one.after
+        if not self.stored:
+            return result
+        if isinstance(result, Returned):
+            return replace(result, result=Stored(result.result, dict(self.stored)))
+        return Stored(result, dict(self.stored))
+
+    def _key(self, one: _Change) -> StoredAttribute:
+        return StoredAttribute(self._paths.get(id(one.owner), ""), one.name, one.after is one.before)
+
+    def _updates(self) -> set[StoredAttribute]:
+        """Return the attributes that keep their shape and type, so that a graph can read what it stores."""
+        return {key for one in self._changes if (key := self._key(one)) in self.stored and _is_update(one)}
+
+    @property
+    def losses(self) -> list[str]:
+        """Assigned attributes that have a gradient, such as auxiliary losses, and are not stored."""
+        stored = set(map(id, self.stored.values()))
+        return [
+            f"{one.label}.{one.name}"
+            for one in self._changes
+            if not one.by_hook
+            and id(one.after) not in stored
+            and any(tensor.grad_fn for tensor in self._tensors_in(one.after))
+        ]
 
     def _write_buffers(self, graph: fx.Graph, label: str, table: dict[str, Any]) -> None:
         before = self._buffers.get(id(table), table)  # a module made in the call has no old buffers
@@ -166,6 +220,7 @@ class AssignedState:
             before, after = known.get(name, Snapshot(_ABSENT)), attributes.get(name, _ABSENT)
             if not before.matches(after):
                 old, new = self._expanded(before), self._expanded(snapshot(after))
+                hooked = attributes.get("_forward_pre_hooks") and isinstance(before.value, torch.Tensor)
                 change = _Change(
                     attributes,
                     label,
@@ -174,12 +229,9 @@ class AssignedState:
                     tensors=_tensors(old),
                     after=after,
                     is_plain=old.plain() != new.plain(),
+                    by_hook=bool(hooked),
                 )
                 self._changes.append(change)
-                # a pre-hook such as weight_norm's sets the weight that the module then reads
-                by_hook = attributes.get("_forward_pre_hooks") and isinstance(before.value, torch.Tensor)
-                if not by_hook and any(one.grad_fn for one in _tensors(new)):
-                    self.losses.append(f"{label}.{name}")
 
     def _expanded(self, value: Snapshot) -> Snapshot:
         """Return the snapshot with the attributes of all objects in it, including those made in the call."""
@@ -237,13 +289,17 @@ class AssignedState:
                 )
         read = constants_read(next_program)
         changed = {(id(one.owner), one.name) for one in next_state._changes}
+        updates = self._updates() & next_state._updates()
         for one in next_state._carried(read) + self._carried(constants_read(traced)):
             is_kept = (id(one.owner), one.name) not in changed and _share_any(
                 self._tensors_in(one.owner[one.name]), read
             )
-            if not is_kept:  # the first call alone may convert a tensor that later ones read
+            if self._key(one) in updates:
+                self.updated.add(self._key(one))
+            elif not is_kept:  # the first call alone may convert a tensor that later ones read
                 label = f"{one.label}.{one.name}"
                 raise KeptStateError(nothing_from_before(label, one.name, "read and then assigned"))
+        self._store_only_unread(read, next_state)
         written = [next_program.constants[name] for name in written_constants(next_program)]
         for one in self._changes:
             if _share_any(self._tensors_in(one.owner.get(one.name)), written):
@@ -260,13 +316,51 @@ class AssignedState:
                 "place it"
             )
 
+    def _store_only_unread(self, read: list[torch.Tensor], next_state: AssignedState) -> None:
+        """Store no table that the next call reads, and no list that grows with each call."""
+        for one in self._changes:
+            held = self._tensors_in(one.owner.get(one.name))
+            later = self._tensors_in(next_state.stored.get(self._key(one)))
+            is_table = _share_any(held, read) and self._key(one) not in self.updated
+            if is_table or len(later) != len(held):
+                self.stored.pop(self._key(one), None)
+
 
 def nothing_from_before(label: str, name: str, change: str) -> str:
     """Return the error text for an attribute ``label`` that a call changes, as ``change`` describes."""
     return (
-        f"{label} is {change}: a graph keeps nothing from the call before except buffers. Make it a buffer, "
-        f"by register_buffer({name!r}, ...)"
+        f"{label} is {change}: a graph keeps nothing from the call before but buffers, and attributes that "
+        "keep their shape and type and are assigned tensors without a gradient. Make it a buffer, by "
+        f"register_buffer({name!r}, ...)"
     )
+
+
+def _is_update(one: _Change) -> bool:
+    before, after = one.before, one.after
+    tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
+    return (
+        tensors
+        and all(isinstance(size, int) for size in after.shape)
+        and (before.shape, before.dtype) == (after.shape, after.dtype)
+        and after.grad_fn is None
+    )
+
+
+def _can_store(value: Any, weights: set[int]) -> bool:
+    """Whether a value consists of tensors of the trace, other than weights (ids), and of plain values."""
+    leaves, spec = flatten(value, Seen())
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    plain = all(isinstance(leaf, (*_PLAIN, torch.Tensor)) for leaf in leaves)
+    return (
+        bool(tensors)
+        and plain
+        and _has_known_containers(spec)
+        and all(is_fake(one) and id(one) not in weights for one in tensors)
+    )
+
+
+def _has_known_containers(spec: pytree.TreeSpec) -> bool:
+    return spec.is_leaf() or (spec.type in _CONTAINERS and all(map(_has_known_containers, spec.children())))
 
 
 def _share_any(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

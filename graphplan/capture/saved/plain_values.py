@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan.capture.captured_graph import TrainingStep
 from graphplan.capture.signature import CounterLeaf, FloatLeaf, TensorLeaf
-from graphplan.capture.structure import Given, register_class
+from graphplan.capture.structure import Given, StoredAttribute, register_class
 from graphplan.capture.transformers.caches import LayoutPart
 
 _FUNCTIONS = {
@@ -30,7 +30,10 @@ _FUNCTIONS = {
 }
 """Module -> its functions of numbers. Others, such as ``eval``, are not called whatever a file contains."""
 _KEYS = (pytree.GetAttrKey, pytree.MappingKey, pytree.SequenceKey)
-_DATACLASSES = (CounterLeaf, FloatLeaf, Given, LayoutPart, TensorLeaf, TrainingStep, *_KEYS)
+_DATACLASSES = (
+    *(CounterLeaf, FloatLeaf, TensorLeaf, TrainingStep, Given, StoredAttribute, LayoutPart),
+    *_KEYS,
+)
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, rename_clashes
-from graphplan.capture.changes.assigned_state import AssignedState
+from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, nothing_from_before
 from graphplan.capture.changes.assigned_writes import copy_read_buffers
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
@@ -41,6 +41,9 @@ def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Ca
     write_casts(captured.module, captured.weights.keys(), model_copy.autocast, model_copy.device_types)
     if not state.reads_values:
         captured = replace(captured, attributes=_attributes_of(captured, model_copy))
+    known = map(model_copy.full_name, map(str, state.updated))
+    for name in set(known).difference((captured.attributes or {}).values()):
+        raise KeptStateError(nothing_from_before(name, name.rpartition(".")[2], "read and then assigned"))
     return _with_distinct_names(captured)
 
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.export import NO_MODULE
 from graphplan._compat.torch import is_transformed, restore_users
-from graphplan.capture.captured_graph import Capture
+from graphplan.capture.captured_graph import Capture, with_stored
 from graphplan.capture.changes.assigned_state import WRITTEN, KeptStateError, nothing_from_before
 from graphplan.capture.changes.attribute_data import plain_tensors
 from graphplan.capture.changes.program_contents import written_constants
@@ -72,7 +72,8 @@ def from_program(
     _write_numbers(program.graph)
     inputs, weights, constants = _read_inputs(program, model_copy)
     _refuse_attribute_writes(program, constants, model_copy)
-    _name_modules(program.graph, model_copy.entry.partition(":")[0])
+    prefix = model_copy.entry.partition(":")[0]
+    _name_modules(program.graph, prefix)
     _flatten_outputs(program)
     values, states = values_of(program.graph), _cache_leaves(call.spec)
     traced = (
@@ -83,8 +84,9 @@ def from_program(
         _of_any_strides(leaf, is_state=index in states, is_text=is_text) for index, leaf in enumerate(traced)
     )
     names, state = leaf_names(call), program.graph_module.meta[STATE]
-    out_spec = program.call_spec.out_spec
-    assert out_spec is not None
+    assert program.call_spec.out_spec is not None
+    renamed = {one: replace(one, path=".".join(filter(None, (prefix, one.path)))) for one in state.stored}
+    out_spec, stored = with_stored(program.graph, program.call_spec.out_spec, renamed)
     guards = (*guards, *input_guard(state.branches.taken, call.leaves, names))
     signature = InputSignature(call.spec, leaves, names, guards)
     if roles and (problem := signature.mismatch(call)) is not None:
@@ -101,7 +103,7 @@ def from_program(
         sizes,
         order=tuple(range(len(inputs))),
         states={inputs[i]: i for i in sorted(states) if isinstance(values[inputs[i]], torch.Tensor)},
-        kept=_cache_leaves(out_spec),
+        kept=_cache_leaves(out_spec) | stored,
         entry=model_copy.entry,
     )
 

@@ -70,7 +70,8 @@ def whole_compiler(model_copy: ModelCopy, cluster: Cluster, options: Options) ->
     """Return the compiler with which each rank traces the whole model, for all machines' device types."""
     specs = {spec.type: spec for machine in cluster.machines for spec in machine.computing}
     all_devices = replace(cluster.machines[0], devices=tuple(specs.values()))
-    return Compiler(model_copy, all_devices, replace(options, grad=options.differentiates, training=None))
+    options = replace(options, grad=options.differentiates, training=None, stores=False)
+    return Compiler(model_copy, all_devices, options)
 
 
 @dataclass

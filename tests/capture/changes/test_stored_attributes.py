@@ -1,0 +1,352 @@
+"""Tensors that forward stores in attributes are there after a call, as in eager mode."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import graphplan
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+SHAPES = [(4, 8), (4, 8), (6, 8), (4, 8)]
+
+
+class Attends(nn.Module):
+    """Stores scores, some of them in containers, its input, a weight's view and its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.scores = nn.Linear(8, 8), nn.Linear(8, 8), None
+        self.means, self.table = list[torch.Tensor](), dict[str, Any]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scores = torch.softmax(self.query(x) @ self.key(x).t(), -1)
+        self.means.clear()
+        self.means += [self.scores.mean(), self.scores.amax(0)]
+        self.table["rows"], self.table["input"] = x.shape[0], x
+        self.pair = (self.query.weight.t(), [self.scores[:1], "text", None])
+        self.last = torch.tanh(self.scores @ x)
+        return self.last
+
+
+class Stack(nn.Module):
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attends() for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        for layer in self.layers:
+            x = layer(x)
+        self.out = x
+        return {"out": x, "sum": x.sum()}
+
+
+STORED = ("scores", "means", "table", "pair", "last", "out")
+
+
+def stored(model: nn.Module) -> list[Any]:
+    """All that is stored in a model, tensors on the CPU."""
+    values = [getattr(part, name, None) for part in model.modules() for name in STORED]
+    return [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(values)]
+
+
+def same(found: list[Any], expected: list[Any]) -> None:
+    assert list(map(type, found)) == list(map(type, expected))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-5) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize("budgets", [{0: "24KiB", 1: "24KiB"}, {0: "20KiB", "cpu": "1MiB"}])
+@torch.no_grad()
+def test_stored_tensors_equal_eager(budgets: dict[Any, str]) -> None:
+    model = Stack()
+    eager = copy.deepcopy(model)
+    with graphplan.simulate(budgets) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True, cpu_compute=False)
+        means = placed.layers[0].means
+        for shape in SHAPES:  # warnings, such as of a retrace, are errors
+            x = torch.randn(shape)
+            assert torch.allclose(placed(x)["out"].cpu(), eager(x)["out"], atol=1e-5)
+            same(stored(placed), stored(eager))
+        assert placed.layers[0].means is means
+        placed.layers[0].scores = None  # as code does that frees them
+        placed(X)
+    assert stored(model) == [None] * len(stored(model))
+
+
+@torch.no_grad()
+def test_peak_counts_stored_tensors_of_one_call() -> None:
+    model = Stack()
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        plan = graphplan.plan(model, machine.max_memory, (X,))
+        budgets = {0: plan.peaks[0].nbytes}
+    kept = [value for value in plan.graph.values.values() if value.stays]
+    assert len(kept) >= 5 * 4
+    with graphplan.simulate(budgets):
+        placed = graphplan.partition(model, budgets, (X,), strict=True)
+        for scale in (1.0, 2.0, 3.0):
+            placed(scale * X)
+    gc.collect()
+
+
+class Remembers(nn.Module):
+    """Reads what its last call has stored, and keeps an average that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.hidden, self.average = nn.Linear(8, 8), torch.zeros(8), torch.zeros(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = torch.tanh(self.linear(self.hidden.detach()) + x.mean(0)).detach()
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return self.linear(x) + self.hidden
+
+
+@pytest.mark.parametrize("options", [{}, {"grad": True}, {"train": True, "optimizer": torch.optim.SGD}])
+def test_states_of_one_shape_are_read_by_the_next_call(options: dict[str, Any]) -> None:
+    model = nn.Sequential(Remembers(), Remembers())
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: "16KiB", 1: "16KiB"}) as machine, torch.set_grad_enabled(bool(options)):
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True, **options)
+        for count in range(4):
+            x = torch.randn(4, 8)
+            if count == 2:
+                for one in (placed, eager):
+                    one[0].hidden = torch.zeros(8)
+            found, expected = placed(x), eager(x)
+            assert torch.allclose(found.cpu(), expected, atol=1e-5)
+            for part, other in zip(placed, eager, strict=True):
+                assert torch.allclose(part.hidden.cpu(), other.hidden, atol=1e-5)
+                assert torch.allclose(part.average.cpu(), other.average, atol=1e-5)
+            if options:
+                for result in (found, expected):
+                    result.square().sum().backward()
+                same_gradients(placed, eager)
+
+
+def same_gradients(placed: nn.Module, eager: nn.Module) -> None:
+    for parameter, expected in zip(placed.parameters(), eager.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert expected.grad is not None
+        assert torch.allclose(parameter.grad.cpu(), expected.grad, atol=1e-5)
+        parameter.grad = expected.grad = None
+
+
+class Lazy(nn.Module):
+    """Makes a table at its first call, which later ones read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(8, 8), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None:
+            self.kept = torch.arange(8.0) / 8
+        return self.linear(x) + self.kept
+
+
+class Grows(nn.Module):
+    """Adds to a list with each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(8, 8), list[torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.append(x.mean())
+        return self.linear(x)
+
+
+class Computes(nn.Linear):
+    """Has a hook that computes the scale that it reads, as old weight normalization does."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.kept = torch.ones(8)
+        self.register_forward_pre_hook(lambda part, _: setattr(part, "kept", part.bias.exp()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.kept
+
+
+@pytest.mark.parametrize("kind", [Lazy, Grows, Computes])
+@torch.no_grad()
+def test_tables_and_growing_lists_are_not_stored(kind: type[nn.Module]) -> None:
+    model = nn.Sequential(kind())
+    before, eager = copy.deepcopy(model[0].kept), copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
+    for scale in (1.0, 2.0):
+        assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
+    kept: Any = placed[0].kept
+    assert torch.equal(kept, before) if isinstance(before, torch.Tensor) else kept == before
+
+
+class Gates(nn.Module):
+    """Leaves losses for others to add, as an attribute and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gate, self.losses = nn.Linear(8, 8), nn.Linear(8, 4), list[torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.shares = torch.softmax(self.gate(x), -1)
+        self.loss = self.shares.square().mean()
+        self.losses.clear()
+        self.losses.append(self.loss * 2)
+        return torch.tanh(self.linear(x)) * self.shares.amax(-1, keepdim=True)
+
+
+def auxiliary(model: Any) -> torch.Tensor:
+    return model[1].loss.cpu() + model[0].losses[0].cpu()
+
+
+def of_shares(model: Any) -> torch.Tensor:
+    return model[0].shares.square().sum().cpu() + model[1].loss.cpu()
+
+
+SGD: dict[str, Any] = {"train": True, "optimizer": torch.optim.SGD}
+TRAINED = [
+    ({"grad": True}, auxiliary),
+    ({"grad": True}, of_shares),
+    (SGD, auxiliary),
+    ({**SGD, "train_outputs": ["", "0.shares", "1.loss"]}, of_shares),
+]
+
+
+@pytest.mark.parametrize(("options", "add"), TRAINED)
+def test_losses_in_attributes_have_gradients(
+    options: dict[str, Any], add: Callable[[Any], torch.Tensor]
+) -> None:
+    model = nn.Sequential(Gates(), Gates())
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: "24KiB", 1: "24KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True, **options)
+        for _ in range(2):
+            x = torch.randn(4, 8)
+            for one in (placed, eager):
+                (one(x).square().mean().cpu() + add(one)).backward()
+            same_gradients(placed, eager)
+
+
+def test_gradient_of_an_unplanned_attribute_is_an_error() -> None:
+    model = nn.Sequential(Gates(), Gates())
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True, **SGD)
+    result = placed(X)
+    with pytest.raises(
+        RuntimeError, match=r"'0\.shares', but the planned step starts only from 'loss' or.*stored"
+    ):
+        (result.sum() + of_shares(placed)).backward()
+
+
+class Codes(nn.Module):
+    """Decodes with what encode has stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.memory = nn.Linear(8, 8), nn.Linear(8, 8), torch.zeros(4, 8)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        self.memory = torch.tanh(self.first(x))
+        return self.memory.sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x) * self.memory
+
+
+@torch.no_grad()
+def test_one_method_reads_what_another_has_stored() -> None:
+    model = Codes()
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: "16KiB", 1: "16KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            assert torch.allclose(placed(x).cpu(), eager(x), atol=1e-5)
+            assert torch.allclose(placed.encode(x).cpu(), eager.encode(x), atol=1e-5)
+            assert torch.allclose(placed(x).cpu(), eager(x), atol=1e-5)
+
+
+@torch.no_grad()
+def test_copies_have_the_stored_tensors() -> None:
+    model = Stack(2)
+    with graphplan.simulate({0: "64KiB", 1: "64KiB"}):
+        placed = graphplan.partition(model, {0: "16KiB", 1: "16KiB"}, (X,), strict=True)
+        placed(X)
+        copied, plain, expected = copy.deepcopy(placed), graphplan.unplace(placed), stored(placed)
+        restored = pickle.loads(pickle.dumps(placed))
+        for one in (copied, plain, restored):
+            same(stored(one), expected)
+        placed(2 * X)
+        same(stored(copied), expected)
+        copied(3 * X)
+        plain(3 * X)
+        same(stored(copied), stored(plain))
+        assert {leaf.device.type for leaf in tree_leaves(plain.layers[0].pair) if torch.is_tensor(leaf)} == {
+            "cpu"
+        }
+
+
+@torch.no_grad()
+def test_saved_capture_stores(tmp_path: Path) -> None:
+    eager = Stack(2)
+    for _ in range(2):
+        model = copy.deepcopy(eager)
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True, capture_cache=tmp_path)
+        placed(X)
+        eager_copy = copy.deepcopy(eager)
+        eager_copy(X)
+        same(stored(placed), stored(eager_copy))
+
+
+class Caches(nn.Module):
+    """Stores tensors, and changes a list that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(8, 8), None
+
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        self.last = self.linear(x)
+        seen.append(self.last + 1)
+        return self.last * 2
+
+
+@torch.no_grad()
+def test_stored_tensors_beside_changed_arguments() -> None:
+    model = Caches()
+    eager = copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X, [X]), strict=True)
+    for scale in (1.0, 2.0):
+        lists = [X], [X]
+        assert torch.allclose(placed(scale * X, lists[0]), eager(scale * X, lists[1]), atol=1e-5)
+        same(lists[0], lists[1])
+        assert torch.allclose(placed.last, eager.last, atol=1e-5)
+
+
+def test_part_of_a_model_stores_in_its_modules() -> None:
+    model = Stack(2)
+    eager = copy.deepcopy(model)
+    with torch.no_grad():
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
+        placed.layers[1](X)
+        eager.layers[1](X)
+    same(stored(placed), stored(eager))
+
+
+def test_machines_store_nothing_and_say_so() -> None:
+    with pytest.warns(
+        graphplan.GraphplanWarning, match=r"stores a tensor in .*; a model over several machines"
+    ) as told:
+        graphplan.plan(Stack(1), machines=[{"cpu": "1GiB"}], args=(X,))
+    assert len(told) == 6
+    with pytest.raises(graphplan.NoGraphError, match=r"0\.hidden is read and then assigned"):
+        graphplan.plan(nn.Sequential(Remembers()), machines=[{"cpu": "1GiB"}], args=(X,))
