@@ -21,8 +21,8 @@ class Value:
         is_tensor: False for sizes and other host scalars, which every device can read.
         shape: sizes at the example inputs; empty where unknown.
         dtype: ``"float32"``, ``"int64"``, ...; empty where unknown.
-        stays: whether it outlives the call: a tensor of a returned cache, one that is stored in
-            an attribute, or the gradient of a parameter.
+        stays: whether it outlives the call: a tensor of a returned cache, one that is stored in an attribute,
+            or the gradient of a parameter.
         gradient_of: the parameter whose gradient it is; it is moved to the parameter's device at once.
     """
 
