@@ -77,8 +77,8 @@ class Capture:
             chose them.
         order: for each of ``inputs``, the leaf of the caller's call; None if the trace has added it.
         states: node name of each tensor of a cache that the caller passes in -> its leaf.
-        kept: positions of results that stay on the device that computes them: tensors of caches, and what is
-            stored in attributes.
+        kept: positions of results that stay on the device that computes them: tensors of caches, and stored
+            tensors except scalars and those that a backward pass starts from.
         entry: the method that was called, as in :class:`graphplan.capture.model.model_copy.ModelCopy`.
         attributes: constant -> the attribute that it is, such as ``"model.offset"``, whose values may change;
             None where the trace depended on values, or a constant is a view of an attribute.

@@ -263,6 +263,7 @@ class _Tracing:
             | largest_sizes(graph, inputs, specs),
             roles=self._roles() if self.sizes else (),
             step=step,
+            kept=self.capture.kept.difference(self.differentiated),
         )
 
     def _signature(self) -> InputSignature:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -103,7 +104,7 @@ def from_program(
         sizes,
         order=tuple(range(len(inputs))),
         states={inputs[i]: i for i in sorted(states) if isinstance(values[inputs[i]], torch.Tensor)},
-        kept=_cache_leaves(out_spec) | stored,
+        kept=_cache_leaves(out_spec) | frozenset(filter(partial(_is_large, program.graph), stored)),
         entry=model_copy.entry,
     )
 
@@ -209,6 +210,13 @@ def _of_any_strides(leaf: Any, *, is_state: bool, is_text: bool) -> Any:
         return leaf
     tokens = is_text and not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
     return replace(leaf, stride=()) if is_state or tokens else leaf
+
+
+def _is_large(graph: fx.Graph, position: int) -> bool:
+    """Whether a result is a tensor, and not a scalar such as a loss, which code adds to others."""
+    result: Any = graph.output_node().args[0][position]  # type: ignore[index]  # a tuple of results
+    value = result.meta.get("val") if isinstance(result, fx.Node) else result
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 def _cache_leaves(spec: pytree.TreeSpec) -> frozenset[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -81,21 +80,6 @@ def test_stored_tensors_equal_eager(budgets: dict[Any, str]) -> None:
         placed.layers[0].scores = None  # as code does that frees them
         placed(X)
     assert stored(model) == [None] * len(stored(model))
-
-
-@torch.no_grad()
-def test_peak_counts_stored_tensors_of_one_call() -> None:
-    model = Stack()
-    with graphplan.simulate({0: "1MiB"}) as machine:
-        plan = graphplan.plan(model, machine.max_memory, (X,))
-        budgets = {0: plan.peaks[0].nbytes}
-    kept = [value for value in plan.graph.values.values() if value.stays]
-    assert len(kept) >= 5 * 4
-    with graphplan.simulate(budgets):
-        placed = graphplan.partition(model, budgets, (X,), strict=True)
-        for scale in (1.0, 2.0, 3.0):
-            placed(scale * X)
-    gc.collect()
 
 
 class Remembers(nn.Module):
@@ -245,6 +229,22 @@ def test_gradient_of_an_unplanned_attribute_is_an_error() -> None:
         RuntimeError, match=r"'0\.shares', but the planned step starts only from 'loss' or.*stored"
     ):
         (result.sum() + of_shares(placed)).backward()
+
+
+@pytest.mark.parametrize("options", [{}, SGD])
+def test_peak_counts_stored_tensors_of_one_call(options: dict[str, Any]) -> None:
+    model, budgets = nn.Sequential(*(Gates() for _ in range(4))), {0: "1MiB", "cpu": "1MiB"}
+    plan = graphplan.plan(model, budgets, (X,), **options)
+    exact = {0: plan.peaks[0].nbytes, "cpu": "1MiB"}
+    assert sum(value.stays and not value.gradient_of for value in plan.graph.values.values()) == 4
+    with graphplan.simulate(exact) as machine, torch.set_grad_enabled(bool(options)):
+        placed = graphplan.partition(model, exact, (X,), strict=True, **options)
+        for scale in (1.0, 2.0, 3.0):
+            result = placed(scale * X)
+            if options:
+                (result.sum() + auxiliary(placed)).backward()
+            del result
+        assert machine.peak_bytes(0) == exact[0]
 
 
 class Codes(nn.Module):
