@@ -16,7 +16,6 @@ trace, of the next call, distinguishes these cases.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,8 +24,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import is_fake
-from torch.utils import _pytree as pytree
 
 from graphplan.capture.changes.assigned_data import AssignedData
 from graphplan.capture.changes.assigned_writes import ASSIGNS
@@ -38,6 +35,7 @@ from graphplan.capture.changes.program_contents import (
     writes_to_state,
     written_constants,
 )
+from graphplan.capture.changes.stored_values import can_store, keeps_layout
 from graphplan.capture.structure import (
     Returned,
     Seen,
@@ -51,9 +49,6 @@ from graphplan.capture.value_branches import Branches
 from graphplan.errors import NoGraphError
 
 _ABSENT = object()
-
-_CONTAINERS = (list, tuple, dict, OrderedDict, deque, namedtuple)
-_PLAIN = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
 
 WRITTEN = "written to in place"
 
@@ -87,6 +82,7 @@ class _Change:
     after: Any
     is_plain: bool  # whether numbers, texts or flags have changed
     by_hook: bool = False  # as weight_norm's pre-hook sets the weight that the module then reads
+    key: StoredAttribute | None = None  # None if it is not an attribute of a module
 
 
 class AssignedState:
@@ -151,20 +147,13 @@ class AssignedState:
             id(x) for part in _modules(module) for x in (*part._parameters.values(), *part._buffers.values())
         }
         for one in self._changes:
-            if id(one.owner) in self._paths and not one.by_hook and _can_store(one.after, weights):
-                self.stored[self._key(one)] = one.after
+            if one.key is not None and not one.by_hook and can_store(one.after, weights):
+                self.stored[one.key] = one.after
         if not self.stored:
             return result
         if isinstance(result, Returned):
             return replace(result, result=Stored(result.result, dict(self.stored)))
         return Stored(result, dict(self.stored))
-
-    def _key(self, one: _Change) -> StoredAttribute:
-        return StoredAttribute(self._paths.get(id(one.owner), ""), one.name, one.after is one.before)
-
-    def _updates(self) -> set[StoredAttribute]:
-        """Return the attributes that keep their shape and type, so that a graph can read what it stores."""
-        return {key for one in self._changes if (key := self._key(one)) in self.stored and _is_update(one)}
 
     @property
     def losses(self) -> list[str]:
@@ -221,6 +210,8 @@ class AssignedState:
             if not before.matches(after):
                 old, new = self._expanded(before), self._expanded(snapshot(after))
                 hooked = attributes.get("_forward_pre_hooks") and isinstance(before.value, torch.Tensor)
+                path = self._paths.get(id(attributes))
+                key = None if path is None else StoredAttribute(path, name, after is before.value)
                 change = _Change(
                     attributes,
                     label,
@@ -230,6 +221,7 @@ class AssignedState:
                     after=after,
                     is_plain=old.plain() != new.plain(),
                     by_hook=bool(hooked),
+                    key=key,
                 )
                 self._changes.append(change)
 
@@ -289,13 +281,13 @@ class AssignedState:
                 )
         read = constants_read(next_program)
         changed = {(id(one.owner), one.name) for one in next_state._changes}
-        updates = self._updates() & next_state._updates()
+        updates = self._keeping_layout() & next_state._keeping_layout()
         for one in next_state._carried(read) + self._carried(constants_read(traced)):
             is_kept = (id(one.owner), one.name) not in changed and _share_any(
                 self._tensors_in(one.owner[one.name]), read
             )
-            if self._key(one) in updates:
-                self.updated.add(self._key(one))
+            if one.key in updates:
+                self.updated.add(one.key)
             elif not is_kept:  # the first call alone may convert a tensor that later ones read
                 label = f"{one.label}.{one.name}"
                 raise KeptStateError(nothing_from_before(label, one.name, "read and then assigned"))
@@ -316,14 +308,19 @@ class AssignedState:
                 "place it"
             )
 
+    def _keeping_layout(self) -> set[StoredAttribute]:
+        """Return the stored attributes that keep their shape and type, so that a graph can read them."""
+        stored = [one for one in self._changes if one.key in self.stored]
+        return {one.key for one in stored if one.key and keeps_layout(one.before, one.after)}
+
     def _store_only_unread(self, read: list[torch.Tensor], next_state: AssignedState) -> None:
         """Store no table that the next call reads, and no list that grows with each call."""
         for one in self._changes:
-            held = self._tensors_in(one.owner.get(one.name))
-            later = self._tensors_in(next_state.stored.get(self._key(one)))
-            is_table = _share_any(held, read) and self._key(one) not in self.updated
-            if is_table or len(later) != len(held):
-                self.stored.pop(self._key(one), None)
+            if one.key in self.stored:
+                held = self._tensors_in(one.owner.get(one.name))
+                later = self._tensors_in(next_state.stored.get(one.key))
+                if len(later) != len(held) or (one.key not in self.updated and _share_any(held, read)):
+                    del self.stored[one.key]
 
 
 def nothing_from_before(label: str, name: str, change: str) -> str:
@@ -333,34 +330,6 @@ def nothing_from_before(label: str, name: str, change: str) -> str:
         "keep their shape and type and are assigned tensors without a gradient. Make it a buffer, by "
         f"register_buffer({name!r}, ...)"
     )
-
-
-def _is_update(one: _Change) -> bool:
-    before, after = one.before, one.after
-    tensors = isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)
-    return (
-        tensors
-        and all(isinstance(size, int) for size in after.shape)
-        and (before.shape, before.dtype) == (after.shape, after.dtype)
-        and after.grad_fn is None
-    )
-
-
-def _can_store(value: Any, weights: set[int]) -> bool:
-    """Whether a value consists of tensors of the trace, other than weights (ids), and of plain values."""
-    leaves, spec = flatten(value, Seen())
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    plain = all(isinstance(leaf, (*_PLAIN, torch.Tensor)) for leaf in leaves)
-    return (
-        bool(tensors)
-        and plain
-        and _has_known_containers(spec)
-        and all(is_fake(one) and id(one) not in weights for one in tensors)
-    )
-
-
-def _has_known_containers(spec: pytree.TreeSpec) -> bool:
-    return spec.is_leaf() or (spec.type in _CONTAINERS and all(map(_has_known_containers, spec.children())))
 
 
 def _share_any(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

@@ -1,0 +1,43 @@
+"""Which values of attributes a graph can return, for a placed model to store them after the call."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque, namedtuple
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils import _pytree as pytree
+
+from graphplan.capture.structure import Seen, flatten
+
+_CONTAINERS = (list, tuple, dict, OrderedDict, deque, namedtuple)
+_PLAIN = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def can_store(value: Any, weights: Container[int]) -> bool:
+    """Whether a value has tensors of the trace, and consists of these and of plain values.
+
+    ``weights`` are the ids of the model's weights: a list of them, as in ``nn.LSTM``, is not stored.
+    """
+    leaves, spec = flatten(value, Seen())
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return (
+        bool(tensors)
+        and all(is_fake(tensor) and id(tensor) not in weights for tensor in tensors)
+        and all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves)
+        and _has_plain_containers(spec)
+    )
+
+
+def _has_plain_containers(spec: pytree.TreeSpec) -> bool:
+    return spec.is_leaf() or (spec.type in _CONTAINERS and all(map(_has_plain_containers, spec.children())))
+
+
+def keeps_layout(before: Any, after: Any) -> bool:
+    """Whether a tensor has the shape and type of another, and no gradient: a graph can read it as input."""
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    known = all(isinstance(size, int) for size in after.shape)  # a symbol would become a constant
+    return known and (before.shape, before.dtype) == (after.shape, after.dtype) and after.grad_fn is None
