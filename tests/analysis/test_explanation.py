@@ -275,6 +275,7 @@ def test_alternative_may_use_fewer_prefetch_slots() -> None:
 # -- bottleneck -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_binding_budget_is_named_with_smallest_useful_increase() -> None:
     budgets = {0: 12 * KIB, "cpu": 1 << 20}
     plan = planned(chain(4), budgets)
@@ -303,6 +304,7 @@ def test_without_binding_budget_a_faster_device_is_named() -> None:
     assert "no budget is binding" in str(found)
 
 
+@pytest.mark.slow
 def test_times_add_up_to_the_makespan() -> None:
     plan = planned(chain(3), {0: 8 * KIB, 1: 8 * KIB, "cpu": 1 << 20}, cpu_compute=False)
     found = plan.bottleneck(progress=False)

@@ -322,6 +322,7 @@ def test_error_without_time_names_budgets_for_all() -> None:
     joint(graphs, [1.0, 1.0], caught.value.needed)
 
 
+@pytest.mark.slow
 @pytest.mark.full_search
 def test_placement_of_all_calls_found_by_a_short_search() -> None:
     """Regression: longer searches do not find it, and the error named the given budgets as sufficient."""
@@ -422,6 +423,7 @@ def test_model_placed_in_inference_mode_can_be_trained(examples: bool) -> None:
         assert all(parameter.grad is not None for parameter in placed.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [(1, 0), pytest.param((0, 1), marks=pytest.mark.slow)])
 def test_call_runs_the_plan_with_the_smallest_sizes(order: tuple[int, int]) -> None:
     """Regression: the plan for large calls, if listed first, served small calls that had their own plan."""

@@ -142,6 +142,7 @@ TIGHT: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.full_search
 @pytest.mark.parametrize(("make", "budgets", "x"), TIGHT)
 def test_time_limit_still_finds_a_placement(make: Any, budgets: dict[Any, int], x: Any) -> None:

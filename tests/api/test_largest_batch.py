@@ -73,6 +73,7 @@ def test_tensors_in_dataclasses_are_resized() -> None:
     assert 20 < found < 40
 
 
+@pytest.mark.slow
 def test_integer_inputs_keep_values_for_branches() -> None:
     class ByLengths(nn.Module):
         """Branches by whether all rows are whole."""

@@ -77,6 +77,7 @@ class Transposed(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "options"),
     [
@@ -122,6 +123,7 @@ class Tied(nn.Module):
         return self.layers(self.embedding(ids)) @ self.embedding.weight.t()
 
 
+@pytest.mark.slow
 def test_frozen_shared_weights_have_no_room_for_sums() -> None:
     options: dict[str, Any] = {"train": True, "schedule": "1f1b", "microbatches": 4}
     ids = torch.zeros(8, 16, dtype=torch.long)
@@ -404,6 +406,7 @@ def planned_training(memory: str, schedule: str, **options: Any) -> ClusterPlan:
     )
 
 
+@pytest.mark.slow
 def test_training_counts_saved_activations_of_microbatches_in_flight() -> None:
     gpipe, one_forward = (planned_training("1GiB", schedule) for schedule in ("gpipe", "1f1b"))
     saved = one_forward.stages[1].kept_bytes["cpu"]
@@ -427,6 +430,7 @@ def test_training_counts_saved_activations_of_microbatches_in_flight() -> None:
     assert one_forward.transfer_seconds[0] == pytest.approx(2 * forward.transfer_seconds[0])
 
 
+@pytest.mark.slow
 def test_tight_training_recomputes_activations_of_microbatches_in_flight() -> None:
     plan = planned_training("8MiB", "gpipe")
     assert any(stage.plan.recomputed for stage in plan.stages)
@@ -440,6 +444,7 @@ def test_tight_training_recomputes_activations_of_microbatches_in_flight() -> No
         planned_training("4MiB", "gpipe", recompute=False)
 
 
+@pytest.mark.slow
 def test_a_time_limit_is_for_all_stages_together(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float | None] = []
     plan = Compiler.plan

@@ -246,6 +246,7 @@ def test_untraceable_method_runs_module_by_module() -> None:
             assert largest_difference(made.until_small(X), expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_untraceable_method_can_be_called_first_after_a_change(cpu: bool) -> None:
     model = Autoencoder().eval()
@@ -623,6 +624,7 @@ def test_inference_mode_outside_modules_is_traced() -> None:
         assert torch.allclose(placed(x).cpu(), model(x), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"grad": True}, {"train": True}])
 def test_differentiated_loop_is_traced(options: Any) -> None:
     class Repeated(nn.Module):

@@ -126,6 +126,7 @@ def test_move_out_of_memory_loses_nothing_and_is_retried() -> None:
         assert machine.peak_bytes(0) <= machine.max_memory[0]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_move_waits_for_calls_of_other_threads() -> None:
     model, inside, go_on = layers(), threading.Event(), threading.Event()

@@ -195,6 +195,7 @@ def test_moving_a_placed_component() -> None:
             placed.refiner.to(torch.float16)
 
 
+@pytest.mark.slow
 def test_a_pipeline_with_one_placed_model_is_moved() -> None:
     diffusers = pytest.importorskip("diffusers")
 

@@ -188,6 +188,7 @@ def test_readers_of_a_quantised_weight_run_on_its_device() -> None:
             graphplan.partition(model, machine.max_memory, (X,), pin={first: 0, last: 1})
 
 
+@pytest.mark.slow
 def test_a_quantised_llama() -> None:
     (architecture,) = [a for a in TABLE if a.stem == "Llama"]
     model, inputs = architecture.build()

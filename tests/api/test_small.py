@@ -29,6 +29,7 @@ class Branches(nn.Module):
         return self.last(torch.cat([branch(x) for branch in self.branches], -1))
 
 
+@pytest.mark.slow
 @pytest.mark.full_search
 def test_adjacent_small_weights_share_a_copy() -> None:
     """Neighbours share a copy, so that streaming the later weights takes as long as keeping all."""

@@ -164,6 +164,7 @@ def test_call_under_autocast_has_its_own_graph() -> None:
         assert "bfloat16" in types
 
 
+@pytest.mark.slow
 def test_autocast_without_graph_on_simulated_devices_raises() -> None:
     model, x = nn.GRU(8, 8), torch.randn(3, 2, 8)  # its hidden state is not cast
     with torch.no_grad(), graphplan.simulate({0: "1MiB"}) as machine:

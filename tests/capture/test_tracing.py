@@ -354,6 +354,7 @@ def test_weights_and_inputs_may_be_named_as_operations() -> None:
         assert set(placed.plan.placement) == {"mean", "x", "linear"}
 
 
+@pytest.mark.slow
 def test_generated_causal_mask_is_not_branched_on() -> None:
     class Translator(nn.Module):
         def __init__(self) -> None:

@@ -134,6 +134,7 @@ def test_branches_on_state_written_by_calls(machine: Any, name: str, grad: bool)
     assert len(placed.plans) == 2
 
 
+@pytest.mark.slow
 def test_each_path_is_traced_once(machine: Any) -> None:
     eager = Asking()
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), strict=True)
@@ -186,6 +187,7 @@ def test_waiting_threads_read_current_flags(machine: Any) -> None:
         assert largest_difference(results[number], eager(X + number)) < 1e-6
 
 
+@pytest.mark.slow
 def test_copy_branches_on_its_own_weights(machine: Any) -> None:
     eager = Asking()
     placed = graphplan.partition(eager, machine.max_memory, (X,), strict=True)
@@ -371,6 +373,7 @@ def test_many_input_answers_end_in_running_without_graphs(machine: Any) -> None:
     assert len(placed.plans) == 8
 
 
+@pytest.mark.slow
 def test_branches_on_meta_inputs_raise() -> None:
     x, sizes = gridded((2, 3), (1, 4))
     with pytest.raises(graphplan.NoGraphError, match="tensors on the meta device have none: give integer"):
@@ -419,6 +422,7 @@ def test_branches_on_float_values_raise(machine: Any, model: nn.Module) -> None:
         graphplan.partition(model, machine.max_memory, (X,), strict=True)
 
 
+@pytest.mark.slow
 def test_data_sizes_zero_and_one_are_constants(machine: Any) -> None:
     class BySegments(nn.Module):
         def __init__(self) -> None:
@@ -462,6 +466,7 @@ def test_a_list_of_many_numbers_is_one_question(machine: Any) -> None:
     assert [len(guard.holds.branches) for guard in guards if isinstance(guard.holds, InputBranches)] == [1]
 
 
+@pytest.mark.slow
 def test_equal_questions_of_layers_are_merged(machine: Any) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -622,6 +627,7 @@ def chosen(*marks: int, counts: int) -> tuple[torch.Tensor, ...]:
     return X, torch.stack([rows < number for number in marks]), torch.full((8,), counts)
 
 
+@pytest.mark.slow
 def test_sizes_that_inputs_decide_in_a_training_step(machine: Any) -> None:
     eager = Choosing()
     placed = graphplan.partition(

@@ -150,6 +150,7 @@ def test_twenty_sizes_of_images_are_two_captures(traces: list[int]) -> None:
     assert len(traces) == 2
 
 
+@pytest.mark.slow
 def test_slow_trace_of_all_sizes_is_not_repeated(traces: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_patches, "_MAX_SECONDS", 0.0)
     with pytest.warns(graphplan.GraphplanWarning, match="takes more than 0 seconds"):
@@ -294,6 +295,7 @@ class Cached(nn.Module):
         return self.out(found[:, 0])  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @needs("torch", "2.12", "a slice of an open size cannot be traced")
 def test_slices_with_equal_int_end_have_equal_size(traces: list[int]) -> None:
     steps = [(torch.full((1, 1, 16), float(n)), torch.tensor([n]), n + 1) for n in range(5, 40)]

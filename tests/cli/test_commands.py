@@ -246,6 +246,7 @@ def test_run_carries_out_the_plan_on_simulated_devices(made: Made, run: Run) -> 
     assert said["seconds"] > 0
 
 
+@pytest.mark.slow
 def test_run_reads_the_weights_of_a_folder(made: Made, run: Run, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(**CONFIG)
@@ -255,6 +256,7 @@ def test_run_reads_the_weights_of_a_folder(made: Made, run: Run, tmp_path: Path)
     assert json.loads(done.out)["simulated"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -290,6 +292,7 @@ def test_control_characters_in_names_are_escaped(tmp_path: Path, run: Run) -> No
     assert "\x1b" not in err
 
 
+@pytest.mark.slow
 def test_compare_evaluates_three_planners(made: Made, run: Run) -> None:
     words = ["compare", made.model, *BUDGETS, "--length", "4", "--json"]
     small = ["compare", "factories:pair", "--max-memory", "0=1MiB,1=1MiB"]
@@ -339,6 +342,7 @@ def test_constraints_are_kept(made: Made, run: Run) -> None:
     assert all(device["peak"] <= (1 << 20) - 4096 for device in data["devices"])
 
 
+@pytest.mark.slow
 def test_model_folder_code_runs_only_if_trusted(tmp_path: Path, run: Run) -> None:
     folder = tmp_path / "own"
     folder.mkdir()

@@ -64,6 +64,7 @@ QUICK = {(linear, 1, True)}
 CASES = itertools.product((linear, convolutions, attention), (1, 2), (False, True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "devices", "large"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES],
@@ -92,6 +93,7 @@ def test_no_step_is_slower_than_recomputing_every_block(make: Any, devices: int,
     assert any(map(math.isfinite, blocks))
 
 
+@pytest.mark.slow
 def test_recomputing_every_block_is_tried_unless_provably_slower() -> None:
     model, example = linear()
     size = needed(model, {"input": example})
@@ -135,6 +137,7 @@ class Stem(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_other_modules_are_recomputed_if_layers_free_too_little() -> None:
     """Regression: weights were streamed, since no savings beyond the layers were tried."""
     with torch.device("meta"):
@@ -151,6 +154,7 @@ def test_other_modules_are_recomputed_if_layers_free_too_little() -> None:
     assert not plan.streams
 
 
+@pytest.mark.slow
 def test_slightly_short_fast_device_holds_a_recomputing_step() -> None:
     """The step would fit unchanged with a slow second device."""
     with torch.device("meta"):

@@ -31,6 +31,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
 def test_prompts_can_be_disabled_temporarily(before: bool) -> None:

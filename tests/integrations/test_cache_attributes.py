@@ -106,6 +106,7 @@ def agree(placed: Any, model: Any, ours: Any, theirs: Any, counts: Sequence[int]
         assert largest_difference(found, expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_opaque_cache_attributes_run_module_by_module() -> None:
     # they were constants of the trace: the caller's own had fake tensors afterwards
     model = llama()
@@ -230,6 +231,7 @@ def test_an_enum_in_a_cache_is_a_constant() -> None:
             assert len(ours.keys) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_length", [64, pytest.param(None, marks=pytest.mark.slow)])
 def test_cache_of_a_plain_decoder_has_two_plans(max_length: int | None) -> None:
     model, ids = PlainDecoder().eval(), torch.randint(0, 50, (1, 5))
@@ -262,6 +264,7 @@ def offloading(cache: Any) -> Any:
     return cache
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::graphplan.GraphplanWarning")
 @pytest.mark.parametrize(
     "make",

@@ -30,6 +30,7 @@ def budgets_of(model: Any, share: float, spare: int = 0) -> dict[int | str, int]
     return {0: each, 1: each}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["short llama", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES)]
 )
@@ -254,6 +255,7 @@ def test_larger_budgets_stay_feasible(monkeypatch: pytest.MonkeyPatch) -> None:
             graphplan.plan(model, {0: budget, 1: budget}, kwargs=inputs_of("llama"), **SHORT)
 
 
+@pytest.mark.slow
 def test_models_without_generate_are_not_rehearsed() -> None:
     encoder = build("bart").model
     with graphplan.simulate({0: "4MiB"}) as machine:
@@ -279,6 +281,7 @@ def test_unplannable_call_keeps_the_other_plans(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(found, model.generate(**inputs_of("llama"), max_new_tokens=4, do_sample=False))
 
 
+@pytest.mark.slow
 def test_a_quantised_cache_grows_in_one_graph() -> None:
     """Its layers have pairs of a tensor and its scale, which are replaced at each token."""
     if not hasattr(cache_utils, "Fp8QuantizedLayer"):

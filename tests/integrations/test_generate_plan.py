@@ -430,6 +430,7 @@ def test_max_length_counts_tokens_not_encoder_frames() -> None:
             placed.generate(**inputs_of("whisper"), max_new_tokens=30, min_new_tokens=30, do_sample=False)
 
 
+@pytest.mark.slow
 def test_generate_can_be_the_first_call() -> None:
     model = build("short llama")
     with graphplan.simulate({0: "1MiB", 1: "1MiB"}) as machine:

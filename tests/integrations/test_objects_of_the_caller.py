@@ -119,6 +119,7 @@ def test_returned_cache_is_the_given_object() -> None:
     assert cache.get_seq_length() == 5
 
 
+@pytest.mark.slow
 def test_one_cache_under_two_names_raises() -> None:
     model = Calling(lambda m, ids, a, b: logits(m, ids, a) + logits(m, ids, b)).eval()
     caches = {"a": DynamicCache(), "b": DynamicCache()}

@@ -44,6 +44,7 @@ def test_sliced_weights_equal_whole_weights() -> None:
     assert difference(plan, sliced) == difference(sliced, plan) == ""
 
 
+@pytest.mark.slow
 def test_recomputation_is_not_a_difference() -> None:
     class Loss(nn.Module):
         def __init__(self) -> None:

@@ -233,6 +233,7 @@ def test_files(plan: Plan, tmp_path: Path) -> None:
     assert dot.count("{") == dot.count("}")
 
 
+@pytest.mark.slow
 def test_weight_reread_without_an_arriving_value() -> None:
     class Regularised(nn.Module):
         def __init__(self) -> None:

@@ -205,6 +205,7 @@ def test_one_bar_has_all_of_the_time(read: Opened) -> None:
     assert ("return_outputs=False" in page.inner_text("#shares")) == (parts.outputs > 0.05 * plan.makespan)
 
 
+@pytest.mark.slow
 def test_assumptions_are_inputs_and_speeds_with_their_origin(show: Open) -> None:
     model, inputs = llama(1)
     memory, speeds = {0: "1GiB", "cpu": "1GiB"}, {0: graphplan.Speed(flops=123e12)}
@@ -550,6 +551,7 @@ def test_ten_thousand_operations_make_few_elements(show: Open) -> None:
     opened.shoot("large-open")
 
 
+@pytest.mark.slow
 def test_page_shows_measured_and_estimated_call(show: Open, tmp_path: Path) -> None:
     model, x = UNet().eval(), torch.ones(1, 4, 32, 32)
     with graphplan.simulate({0: "700KiB", 1: "700KiB"}) as machine:

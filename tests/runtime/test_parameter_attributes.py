@@ -105,6 +105,7 @@ def test_bound_code_reads_replaced_attribute_tensors() -> None:
         assert not placed(X).cpu().any()
 
 
+@pytest.mark.slow
 def test_model_without_graph_moves_attribute_tensors() -> None:
     model, want = Stack(branches=True), Stack()(X)
     for budget in (ROOMY, 6 * SIZE * SIZE // 2):
@@ -378,6 +379,7 @@ def quantised(tmp_path: Path) -> Any:
 IDS = torch.arange(2, 20).reshape(2, 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nested", "called"),
     [

@@ -74,6 +74,7 @@ def test_overflow_on_one_rank_skips_all_ranks_steps(ranks: list[dict[str, list[s
         assert taken == "finite True, changed True, scale 4.0"
 
 
+@pytest.mark.slow
 def test_planning_past_group_timeout_is_waited_for() -> None:
     with Ranks(2, "slow_setup") as group:
         first, second = (said(output) for output in group.outputs())

@@ -669,6 +669,7 @@ def size_of_one_batch() -> int:
         return needed(stack(), batch(), **ONE_BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [pytest.param(1.0, marks=pytest.mark.slow), 0.8])
 def test_non_accumulated_gradients_take_memory_once_computed(
     size: int, size_of_one_batch: int, share: float
@@ -943,6 +944,7 @@ def test_activations_are_offloaded_to_cpu_memory(wide: int) -> None:
     assert "to CPU memory until the backward pass" in plan.summary()
 
 
+@pytest.mark.slow
 @pytest.mark.full_search
 def test_bound_holds_for_any_saved_activations() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
@@ -979,6 +981,7 @@ def test_largest_batch_is_the_last_that_fits(size: int) -> None:
         assert 8 <= found < 12  # 8 were planned for
 
 
+@pytest.mark.slow
 def test_recomputation_can_be_forbidden(wide: int) -> None:
     with graphplan.simulate({0: int(0.6 * wide)}) as machine:
         with pytest.raises(graphplan.InfeasibleError):
@@ -1149,6 +1152,7 @@ def test_a_plan_of_a_step_is_data() -> None:
     assert again.peak_bytes == plan.peak_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "forbidden"),
     [(0.4, "recompute"), pytest.param(0.6, "offload_activations", marks=pytest.mark.slow)],

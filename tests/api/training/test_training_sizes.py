@@ -115,6 +115,7 @@ def test_a_second_trace_serves_all_other_sizes(kind: str, share: float) -> None:
         assert len(captures) == 2
 
 
+@pytest.mark.slow
 def test_image_sizes_become_dynamic_after_the_first_change() -> None:
     made = Image()
     eager, budgets = copy.deepcopy(made), {0: 1 << 26, "cpu": 1 << 30}
@@ -123,6 +124,7 @@ def test_image_sizes_become_dynamic_after_the_first_change() -> None:
         same_steps(placed, eager, [image_of(*sizes) for sizes in ((3, 8), (3, 6), (3, 10), (2, 7), (3, 6))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "blocks"),
     [((1, 8), 0), *(pytest.param((4, 8), n, marks=pytest.mark.slow) for n in (0, 1))],

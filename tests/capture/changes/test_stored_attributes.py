@@ -96,7 +96,7 @@ class Remembers(nn.Module):
 
 
 @pytest.mark.parametrize("options", [{}, {"grad": True}, {"train": True, "optimizer": torch.optim.SGD}])
-def test_states_of_one_shape_are_read_by_the_next_call(options: dict[str, Any]) -> None:
+def test_next_call_reads_states_of_one_shape(options: dict[str, Any]) -> None:
     model = nn.Sequential(Remembers(), Remembers())
     eager = copy.deepcopy(model)
     with graphplan.simulate({0: "16KiB", 1: "16KiB"}) as machine, torch.set_grad_enabled(bool(options)):

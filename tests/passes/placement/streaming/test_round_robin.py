@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from placements import CARD, HOST, stack
@@ -60,6 +61,7 @@ def test_cpu_gathers_from_large_table_and_gpus_compute() -> None:
     assert set(devices[1:]) == {0, 1}
 
 
+@pytest.mark.slow
 def test_two_streaming_gpus_overlap_copies_and_compute() -> None:
     """Where one after the other computes its half, one link is idle, and they take 1.23 times that."""
     sizes = [MIB // 4, MIB // 16, MIB // 16, MIB // 4, MIB, MIB, MIB] * 32

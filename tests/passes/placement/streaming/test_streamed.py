@@ -190,6 +190,7 @@ def test_first_placement_over_mixed_gpus_beats_module_map() -> None:
     assert search.seconds < 0.0203
 
 
+@pytest.mark.slow
 def test_gpu_without_memory_does_not_slow_the_plan() -> None:
     """It has no room for prefetch buffers; those of the other GPU do not become smaller for that."""
     graph = t5(4, 512, 1024, 8000, 128, 64)
