@@ -87,13 +87,17 @@ def everything_on_one(problems: Sequence[Problem]) -> Advice | None:
 
 
 def with_highest_peaks(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Return the first pass's evaluation, with the highest peaks of all passes."""
-    first = evaluations[0]
+    """Return the evaluation of the pass that fills its budgets most, with the highest peaks of all passes."""
+    topology = evaluations[0].problem.topology
+
+    def filled(evaluation: Evaluation) -> float:
+        return max(evaluation.peak(spec.key).nbytes / max(spec.memory, 1) for spec in topology.devices)
+
     peaks = {
         key: max((evaluation.peak(key) for evaluation in evaluations), key=lambda peak: peak.nbytes)
-        for key in first.problem.topology.keys
+        for key in topology.keys
     }
-    return replace(first, highest=peaks)
+    return replace(max(evaluations, key=filled), highest=peaks)
 
 
 def peaks_or_given(topology: Topology, best: Evaluation) -> dict[DeviceKey, int]:
@@ -119,7 +123,7 @@ def explain_infeasible(problem: Problem, advice: Advice | None) -> InfeasibleErr
     operation = advice.evaluation.peak(device).operation
     return InfeasibleError(
         f"no placement fits: the closest one found needs {readable_bytes(peaks[device])} on device "
-        f"{device!r} for {_described(problem, operation)}, but max_memory allows "
+        f"{device!r} for {_described(advice.evaluation.problem, operation)}, but max_memory allows "
         f"{readable_bytes(available[device])}. These budgets suffice: max_memory={_listed(advice.budgets)}",
         needed=advice.budgets,
         available=available,

@@ -314,11 +314,16 @@ def test_error_of_one_call_names_budgets_for_all(budgets: dict[Any, int], lighte
 
 
 def test_error_without_time_names_budgets_for_all() -> None:
-    """Regression: without a probe, those of the first call were named, which it had."""
-    graphs = [readers(WEIGHTS, list(WEIGHTS), activation=nbytes) for nbytes in (512, 6 * KIB)]
+    """Regression: without a probe, those of the first call were named, which it had, and its module."""
+    light, heavy = (readers(WEIGHTS, list(WEIGHTS), activation=nbytes) for nbytes in (512, 6 * KIB))
+    graphs = [
+        graph.changed(operations=[replace(one, module_path=path) for one in graph.operations.values()])
+        for path, graph in (("light", light), ("heavy", heavy))
+    ]
     with pytest.raises(graphplan.InfeasibleError, match="These budgets suffice") as caught:
         joint(graphs, [1.0, 1.0], {0: 36 * KIB}, Limits(time.monotonic()))
     assert caught.value.needed[0] > 36 * KIB
+    assert "(in heavy)" in str(caught.value)
     joint(graphs, [1.0, 1.0], caught.value.needed)
 
 
