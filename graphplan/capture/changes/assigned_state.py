@@ -147,7 +147,8 @@ class AssignedState:
             id(x) for part in _modules(module) for x in (*part._parameters.values(), *part._buffers.values())
         }
         for one in self._changes:
-            if one.key is not None and not one.by_hook and can_store(one.after, weights):
+            in_place = one.after is one.before
+            if one.key and not one.by_hook and can_store(one.after, weights, in_place=in_place):
                 self.stored[one.key] = one.after
         if not self.stored:
             return result

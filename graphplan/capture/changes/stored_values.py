@@ -13,20 +13,24 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.structure import Seen, flatten
 
 _CONTAINERS = (list, tuple, dict, OrderedDict, deque, namedtuple)
-_PLAIN = (bool, int, float, str, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
+_TRACED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+_PLAIN = (bool, int, float, str, type(None))
 
 
-def can_store(value: Any, weights: Container[int]) -> bool:
+def can_store(value: Any, weights: Container[int], *, in_place: bool) -> bool:
     """Whether a value has tensors of the trace, and consists of these and of plain values.
 
-    ``weights`` are the ids of the model's weights: a list of them, as in ``nn.LSTM``, is not stored.
+    Args:
+        value: what a call leaves in an attribute.
+        weights: the ids of the model's weights: a list of them, as in ``nn.LSTM``, is not stored.
+        in_place: whether it was there before, so that plain values in it may be settings that others change.
     """
     leaves, spec = flatten(value, Seen())
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return (
         bool(tensors)
         and all(is_fake(tensor) and id(tensor) not in weights for tensor in tensors)
-        and all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves)
+        and all(isinstance(leaf, _TRACED if in_place else (*_TRACED, *_PLAIN)) for leaf in leaves)
         and _has_plain_containers(spec)
     )
 

@@ -31,8 +31,8 @@ class Attends(nn.Module):
         self.scores = torch.softmax(self.query(x) @ self.key(x).t(), -1)
         self.means.clear()
         self.means += [self.scores.mean(), self.scores.amax(0)]
-        self.table["rows"], self.table["input"] = x.shape[0], x
-        self.pair = (self.query.weight.t(), [self.scores[:1], "text", None])
+        self.table["input"] = x
+        self.pair = (self.query.weight.t(), [self.scores[:1], "text", None, x.shape[0]])
         self.last = torch.tanh(self.scores @ x)
         return self.last
 
@@ -172,6 +172,29 @@ def test_tables_and_growing_lists_are_not_stored(kind: type[nn.Module]) -> None:
         assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
     kept: Any = placed[0].kept
     assert torch.equal(kept, before) if isinstance(before, torch.Tensor) else kept == before
+
+
+class Scales(nn.Module):
+    """Stores a result among its settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.settings = nn.Linear(8, 8), dict[str, Any](scale=2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.settings["last"] = self.linear(x) * self.settings["scale"]
+        return self.settings["last"] + 1
+
+
+@torch.no_grad()
+def test_settings_beside_stored_tensors_are_watched() -> None:
+    model = Scales()
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
+    assert torch.allclose(placed(X), model.linear(X) * 2 + 1, atol=1e-5)
+    placed.settings["scale"] = 3.0
+    with pytest.warns(graphplan.GraphplanWarning, match=r"'settings' was .*2\.0.* and is .*3\.0"):
+        assert torch.allclose(placed(X), model.linear(X) * 3 + 1, atol=1e-5)
+    assert placed.settings["scale"] == 3.0
 
 
 class Gates(nn.Module):
