@@ -210,6 +210,7 @@ def test_charts_mark_each_feasible_placement() -> None:
     assert all(0 < x < 900 for x in places)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("dot") is None, reason="graphviz is not installed")
 def test_pictures_are_those_of_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -347,6 +347,7 @@ def test_placement_of_all_calls_found_by_a_short_search() -> None:
     assert all(one.evaluation.feasible for one in solutions)
 
 
+@pytest.mark.slow
 def test_decode_leaves_room_for_activations_of_a_prefill() -> None:
     """Two GPUs hold the model; the decode alone would fill the faster one with weights."""
     prefill, decode = (llama(12, 2048, 5632, 512, 32000, rows) for rows in (512, 1))

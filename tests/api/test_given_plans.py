@@ -172,6 +172,7 @@ def test_other_devices_options_and_unreadable_files_raise(tmp_path: Path) -> Non
             graphplan.partition(model, plan=made, calls=[((X,), {}), ((torch.randn(5, 64),), {})])
 
 
+@pytest.mark.slow
 def test_several_calls_and_slices() -> None:
     model = stack()
     examples = [((X,), {}), ((torch.randn(64, 64),), {})]

@@ -76,6 +76,7 @@ def test_a_pipeline_equals_eager_within_one_budget() -> None:
         assert len(placed.graphplan.plans) == 3  # nothing was traced again
 
 
+@pytest.mark.slow
 def test_frequent_component_gets_the_accelerator() -> None:
     width, rows = 1024, 256  # so much that an accelerator is worth its transfers
     layer = 4 * width * (width + 1)

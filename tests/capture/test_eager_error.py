@@ -145,6 +145,7 @@ def test_data_dependent_branch_error_names_line_and_remedy(strict: bool | None) 
                 graphplan.plan(Branching(), machine.max_memory, (X,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "said"),
     [
@@ -162,6 +163,7 @@ def test_missing_exporter_warns_once(monkeypatch: pytest.MonkeyPatch, broken: st
     check_that_it_says_why_once(f"{said} .LookupError: an odd one.*retraced for each new size of its inputs")
 
 
+@pytest.mark.slow
 def test_fixed_transformers_sizes_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from graphplan.capture import tracing
 

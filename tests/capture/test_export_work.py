@@ -57,6 +57,7 @@ def lines(graph: fx.Graph) -> list[tuple[Any, ...]]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["short llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gemma3", "t5"))]
 )

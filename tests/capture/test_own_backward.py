@@ -258,6 +258,7 @@ class Forces(nn.Module):
         return {"energies": energies.detach(), "forces": -slopes.detach(), "of_weight": of_weight}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradients_that_forward_computes_are_in_the_graph(training: bool) -> None:
     model, positions = Forces().train(training), torch.randn(4, 6, 3)

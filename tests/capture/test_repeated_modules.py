@@ -168,6 +168,7 @@ class Nested(Counting):
         return super().update(*args, **kwargs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cache", [Counting, *(pytest.param(one, marks=pytest.mark.slow) for one in (CountingAll, Nested))]
 )

@@ -167,6 +167,7 @@ def test_flag_differing_in_each_call_has_few_graphs(machine: Any, strict: bool) 
     assert sum("code branches on values" in str(one.message) for one in said) == (not strict)
 
 
+@pytest.mark.slow
 def test_waiting_threads_read_current_flags(machine: Any) -> None:
     eager = Flagged(fill)
     placed = graphplan.partition(copy.deepcopy(eager), machine.max_memory, (X,), strict=True)
@@ -200,6 +201,7 @@ def test_copy_branches_on_its_own_weights(machine: Any) -> None:
         assert torch.equal(placed(X), expected)
 
 
+@pytest.mark.slow
 def test_branching_blocks_equal_eager(machine: Any) -> None:
     eager = nn.Sequential(*(Asking() for _ in range(4)))
     for part in list(eager)[1:3]:

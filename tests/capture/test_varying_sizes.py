@@ -145,6 +145,7 @@ def test_max_batch_gives_one_plan_and_limit_error(traces: list[int]) -> None:
         placed(torch.randn(21, 3, 8, 8))
 
 
+@pytest.mark.slow
 def test_twenty_sizes_of_images_are_two_captures(traces: list[int]) -> None:
     check(Image(), [(torch.randn(2, 3, size, size + 3),) for size in range(8, 28)])
     assert len(traces) == 2

@@ -55,6 +55,7 @@ def test_prompts_can_be_disabled_temporarily(before: bool) -> None:
     assert largest_difference(logits(graphplan.unplace(placed)), enabled) < 1e-5
 
 
+@pytest.mark.slow
 def test_an_adapted_model_is_moved_by_trainers() -> None:
     model = adapted(peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     nbytes = sum(weight.nbytes for weight in model.parameters())
@@ -70,6 +71,7 @@ def test_an_adapted_model_is_moved_by_trainers() -> None:
             placed.to(torch.float16)
 
 
+@pytest.mark.slow
 def test_adapters_added_after_placement_can_be_removed() -> None:
     config = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     base = adapted(config).unload()

@@ -233,6 +233,7 @@ def test_first_panel_marks_default_speeds(show: Open) -> None:
         assert show(plan).page.locator(".figure .note").first.inner_text() == said
 
 
+@pytest.mark.slow
 def test_an_address_names_a_module(show: Open) -> None:
     plan = llama_plan()
     opened = show(plan)
@@ -283,6 +284,7 @@ def test_a_stage_opens_down_to_an_operation_and_closes(show: Open) -> None:
     assert opened.ids() == first
 
 
+@pytest.mark.slow
 def test_click_on_an_open_stage_closes_the_stage(show: Open) -> None:
     opened = show(unet_plan())
     closed = opened.ids()

@@ -411,6 +411,7 @@ def test_four_bit_model_equals_reference(quantised: Any, nested: bool, called: b
         assert largest_difference(model(**asked).logits, want) < 0.05
 
 
+@pytest.mark.slow
 def test_eight_bits_run_module_by_module(quantised: Any) -> None:
     model = quantised(8)
     with torch.no_grad():

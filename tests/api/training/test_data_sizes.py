@@ -235,6 +235,7 @@ class Masked(nn.Module):
         return self.second(self.first(x).relu()).masked_fill(padding[..., None], 0.0) * self.places[:longest]
 
 
+@pytest.mark.slow
 def test_maximum_of_lengths_is_traced_in_training() -> None:
     torch.manual_seed(0)
     eager, x = Masked(), torch.randn(3, 8, 4)

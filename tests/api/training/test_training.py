@@ -1053,6 +1053,7 @@ def test_lengths_vary_with_features_scattered_by_a_mask() -> None:
     assert len(placed.plans) == 2
 
 
+@pytest.mark.slow
 def test_size_conditions_with_specialized_sizes() -> None:
     class OfTwo(nn.Linear):
         """Has rows of which all pairs are compared, and two of ids."""

@@ -148,6 +148,7 @@ def test_full_attention_without_padding_has_no_mask(window: int | None) -> None:
                 assert largest_difference(placed(**shorter)[0], model(**shorter)[0]) < 1e-5
 
 
+@pytest.mark.slow
 def test_length_reducing_layers_have_no_full_mask() -> None:
     """Regression: Informer's encoder halves the length between layers, so a full mask did not fit."""
     torch.manual_seed(0)

@@ -63,6 +63,7 @@ def test_a_loss_is_traced_for_all_batches_and_lengths(
     assert not [one for one in recwarn if issubclass(one.category, graphplan.GraphplanWarning)]
 
 
+@pytest.mark.slow
 def test_loss_type_set_in_forward_is_traced_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -62,6 +62,7 @@ def test_cache_windows_do_not_keep_the_prompt(gemma3: ModelCopy) -> None:
     assert sorted(sizes) == [WINDOW - 1] * 2 + [60] * 2
 
 
+@pytest.mark.slow
 def test_cache_one_token_longer_than_window_is_not_copied(gemma3: ModelCopy) -> None:
     found, graph = traced(gemma3, after_prompt(gemma3))
     assert sorted(str(node.target) for node in kept(found)) == 2 * ["aten.cat.default"] + 2 * [

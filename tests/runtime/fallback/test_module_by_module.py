@@ -284,6 +284,7 @@ def test_strict_raises() -> None:
         made(X, STOP)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
 def test_modules_replaced_by_a_call_stay_replaced() -> None:
     class Exchanges(Early):

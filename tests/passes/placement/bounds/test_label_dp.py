@@ -64,6 +64,7 @@ def light_problems(seeds: int) -> list[Arrays]:
     return found
 
 
+@pytest.mark.slow
 def test_label_search_is_exact_without_dropped_labels() -> None:
     """But for values, that take up to a page each."""
     compared, equal = 0, 0
