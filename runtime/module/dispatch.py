@@ -24,7 +24,7 @@ from graphplan.ir.schedule import prefetch_bytes
 from graphplan.runtime.fallback.module_by_module import ModularCall, Untraced
 from graphplan.runtime.module.dispatch_cache import find_route
 from graphplan.runtime.module.module_state import CachedRoute, ModuleState
-from graphplan.runtime.module.program import Program, unwatched
+from graphplan.runtime.module.program import Program, stored_attributes
 from graphplan.warnings import warn
 
 logger = logging.getLogger("graphplan")
@@ -263,7 +263,7 @@ class _ProgramSearch:
             state.programs.append(state.compile(call, self.modes, values, weights, barely=barely))
             if state.values is not values:
                 state.values = None
-            state.guard.leave_out(self.module, unwatched(state.programs))
+            state.guard.expect(self.module, stored_attributes(state.programs))
         except NoGraphError as error:
             own_code = isinstance(error, RunAsItIs | UntracedMethodError)
             if state.refused is None or own_code or self.modes.step is not None:  # a planned step needs one

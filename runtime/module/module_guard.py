@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from graphplan._compat.torch import global_hooks
 from graphplan.capture.changes.attribute_data import is_container, is_plain
 from graphplan.capture.changes.attribute_snapshots import snapshot
 from graphplan.capture.model.model_weights import identity
-from graphplan.runtime.module.model_reading import ANY, Fact, ModelReading, writes_to
+from graphplan.runtime.module.model_reading import ANY, Fact, ModelReading, is_value, writes_to
 
 _MOST_CHARACTERS = 60  # of a value in a message
 _shape, _version = attrgetter("shape"), attrgetter("_version")
@@ -37,12 +38,12 @@ class ModuleGuard:
 
     Attributes:
         values: name -> tensor attribute whose values may change, as last seen.
-        unwatched: names of attributes in which the calls themselves store tensors.
+        stored: name of each attribute in which calls store tensors -> whether a graph reads it.
     """
 
-    def __init__(self, module: nn.Module, unwatched: frozenset[str] = frozenset()) -> None:
-        self.unwatched = unwatched
-        self._adopt(_IdentityCheck(module, unwatched))
+    def __init__(self, module: nn.Module, stored: Mapping[str, bool] = MappingProxyType({})) -> None:
+        self.stored = stored
+        self._adopt(_IdentityCheck(module, stored))
 
     def _adopt(self, check: _IdentityCheck) -> None:
         reading = check.reading
@@ -60,27 +61,49 @@ class ModuleGuard:
         """The submodules; others of the same classes may have replaced traced ones without a difference."""
         return self._check.reading.parts
 
-    def is_unchanged(self, module: nn.Module) -> bool:
-        """Whether nothing has changed since the last reading; False also if that is uncertain."""
-        return self._check.is_unchanged(module)
+    def is_unchanged(self, module: nn.Module, *, values_may_change: bool = False) -> bool:
+        """Whether nothing has changed since the last reading; False also if that is uncertain.
+
+        If ``values_may_change``, calls may have stored other tensors, which are in ``values`` from now on.
+        """
+        if not self._check.is_unchanged(module):
+            return False
+        stored: dict[str, Any] = {
+            name: table.get(key) for name, (table, key) in self._check.reading.stored.items()
+        }
+        if not stored:
+            return True
+        known = self.values
+        alike = all(
+            name in known and is_value(tensor) and _is_alike(known[name], tensor)
+            for name, tensor in stored.items()
+        )
+        if alike and values_may_change:
+            self.values = {**known, **stored}
+        return alike and values_may_change
+
+    def release_stored(self) -> None:
+        """Keep only the layouts of the tensors that calls have stored, whose memory the next one may need."""
+        for name in self._check.reading.stored.keys() & self.values.keys():
+            self.values[name] = self.values[name].to("meta")
 
     def accept(self, module: nn.Module) -> None:
         """Compare later states with the present one."""
         if not self._check.is_unchanged(module):
-            self._adopt(_IdentityCheck(module, self.unwatched))
+            self._adopt(_IdentityCheck(module, self.stored))
 
-    def leave_out(self, module: nn.Module, unwatched: frozenset[str]) -> None:
-        """Detect no changes of the attributes with these names, in place of others before."""
-        if unwatched != self.unwatched:
-            self.unwatched = unwatched
-            self._adopt(_IdentityCheck(module, unwatched))
+    def expect(self, module: nn.Module, stored: Mapping[str, bool]) -> None:
+        """Expect calls to store tensors in these attributes, in place of others before."""
+        if stored != self.stored:
+            self.stored = stored
+            self._adopt(_IdentityCheck(module, stored))
 
     def difference(self, module: nn.Module, *, values_may_change: bool = False) -> str | None:
         """Return a description of the first change since the graphs were traced; None if there is none.
 
         If ``values_may_change``, the tensors in ``values`` may be replaced and written to.
         """
-        check = _IdentityCheck(module, self.unwatched)
+        check = _IdentityCheck(module, self.stored)
         reading, known = check.reading, self.values
         values = {n: t for n, t in reading.values.items() if n in known and _is_alike(known[n], t)}
         of_values = (
@@ -91,6 +114,8 @@ class ModuleGuard:
         change = _difference(facts, reading.facts)
         if change is None and self._attribute_facts is not None and reading.attribute_facts is not None:
             change = _difference(self._attribute_facts, reading.attribute_facts)
+        if change is None and reading.stored and not values_may_change:
+            change = f"{next(iter(reading.stored))!r} may have changed"
         if change is None:
             self._facts, self.values = facts, values
             self._check = check
@@ -100,8 +125,8 @@ class ModuleGuard:
 class _IdentityCheck:
     """A reading of a module, and the objects that were read, to compare identities."""
 
-    def __init__(self, module: nn.Module, unwatched: frozenset[str]) -> None:
-        self.reading = reading = ModelReading(module, unwatched)
+    def __init__(self, module: nn.Module, stored: Mapping[str, bool]) -> None:
+        self.reading = reading = ModelReading(module, stored)
         self._values = list(map(getitem, reading.tables, reading.keys))
         self._types = list(map(type, reading.parts))
         hooks = set(map(id, reading.hooks))  # their tables may grow without a change

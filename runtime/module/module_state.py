@@ -23,7 +23,7 @@ from graphplan.runtime.fallback.module_by_module import ModularCalls, Untraced
 from graphplan.runtime.memory.gradient_copies import GradientCopies
 from graphplan.runtime.module.dispatch_cache import Route
 from graphplan.runtime.module.module_guard import ModuleGuard
-from graphplan.runtime.module.program import Program, unwatched
+from graphplan.runtime.module.program import Program, stored_attributes
 from graphplan.runtime.module.result_structure import Rebuild, StoredPlace
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.profile.call_profile import ProfilingInterpreter
@@ -193,7 +193,7 @@ class ModuleState:
         if self.start is None and self.untraced is None:
             self.modular_calls.watch(module)
             self.reader = self.new_reader(module)
-            self.guard = ModuleGuard(module, unwatched(self.programs))
+            self.guard = ModuleGuard(module, stored_attributes(self.programs))
 
     def new_reader(self, module: nn.Module) -> ModeReader:
         """Return a reader of the module's modes, for the types of devices on which it is placed."""
@@ -201,9 +201,9 @@ class ModuleState:
 
     def release_stored(self) -> None:
         """Release what calls have stored in attributes that no graph reads."""
-        unwatched = frozenset[str]() if self.guard is None else self.guard.unwatched
+        stored = {} if self.guard is None else self.guard.stored
         for place in (place for code in self.codes.values() for place in code.places):
-            if str(place.attribute) in unwatched:
+            if not stored.get(str(place.attribute), True):
                 place.release()
 
     def has_untraced_hooks(self) -> bool:
@@ -222,14 +222,15 @@ class ModuleState:
 
     def update_constants(self) -> None:
         """Copy the present values of tensors in attributes to the code, unless it has them."""
-        current = None if self.guard is None else self.guard.values
-        if current is None or current is self.values:
+        if self.guard is None or self.guard.values is self.values:
             return
+        current = self.guard.values
         self.values = current  # set first: a thread that adds a program meanwhile resets it to None
         for program in self.programs:
             for constant, attribute in (program.constant_attributes or {}).items():
                 if attribute in current:
                     program.constants[constant].detach().copy_(current[attribute])
+        self.guard.release_stored()
 
     def may_move(self, call: BoundCall) -> bool:
         """Whether weights may move to give a call room: only for larger inputs than the last time."""

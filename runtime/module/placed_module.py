@@ -322,9 +322,10 @@ def _find_change(module: PlacedModule) -> str | None:
     """Return a description of a change since the graphs were traced, or None."""
     state = module._graphplan
     guard = state.guard
-    if guard is None or state.start is not None or guard.is_unchanged(module):
+    may_change = state.allows_other_values
+    if guard is None or state.start is not None or guard.is_unchanged(module, values_may_change=may_change):
         return None
-    parts, change = guard.parts, guard.difference(module, values_may_change=state.allows_other_values)
+    parts, change = guard.parts, guard.difference(module, values_may_change=may_change)
     if guard.parts is not parts:  # submodules without a difference, whose modes are read from now on
         state.reader = state.new_reader(module)
     return change

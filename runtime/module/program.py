@@ -140,7 +140,7 @@ class Program:
         return same_answers(self.branches, partial(weight_at, module))
 
 
-def unwatched(programs: Sequence[Program]) -> frozenset[str]:
-    """Return the attributes in which calls of these programs store tensors, and which none of them reads."""
-    stored = {str(attribute) for program in programs for attribute in program.stored}
-    return frozenset(name for name in stored if not any(program.reads(name) for program in programs))
+def stored_attributes(programs: Sequence[Program]) -> dict[str, bool]:
+    """Return the attributes in which these programs store tensors, and whether one of them reads it."""
+    stored = [str(attribute) for program in programs for attribute in program.stored]
+    return {name: any(program.reads(name) for program in programs) for name in stored}

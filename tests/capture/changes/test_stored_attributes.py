@@ -254,12 +254,14 @@ def test_gradient_of_an_unplanned_attribute_is_an_error() -> None:
         (result.sum() + of_shares(placed)).backward()
 
 
-@pytest.mark.parametrize("options", [{}, SGD])
-def test_peak_counts_stored_tensors_of_one_call(options: dict[str, Any]) -> None:
-    model, budgets = nn.Sequential(*(Gates() for _ in range(4))), {0: "1MiB", "cpu": "1MiB"}
+@pytest.mark.parametrize(("kind", "stored", "options"), [(Gates, 1, {}), (Gates, 1, SGD), (Remembers, 2, {})])
+def test_peak_counts_stored_tensors_of_one_call(
+    kind: type[nn.Module], stored: int, options: dict[str, Any]
+) -> None:
+    model, budgets = nn.Sequential(*(kind() for _ in range(4))), {0: "1MiB", "cpu": "1MiB"}
     plan = graphplan.plan(model, budgets, (X,), **options)
     exact = {0: plan.peaks[0].nbytes, "cpu": "1MiB"}
-    assert sum(value.stays and not value.gradient_of for value in plan.graph.values.values()) == 4
+    assert sum(value.stays and not value.gradient_of for value in plan.graph.values.values()) == 4 * stored
     with graphplan.simulate(exact) as machine, torch.set_grad_enabled(bool(options)):
         placed = graphplan.partition(model, exact, (X,), strict=True, **options)
         for scale in (1.0, 2.0, 3.0):
