@@ -293,7 +293,7 @@ class Placer:
         known: Compiler,
         call: BoundCall,
         modes: Modes,
-        values: Mapping[str, torch.Tensor],
+        values: Mapping[str, Any],
         current: ValueOf,
     ) -> WeightMove:
         """Plan a call, or larger ones, with the weights on any device; nothing is moved yet.

@@ -111,11 +111,16 @@ class Capture:
         return self.out_spec.context if self.out_spec.type is Returned else ()
 
     @property
-    def stored(self) -> range:
-        """The positions of the results that are stored in attributes."""
+    def stored(self) -> dict[int, StoredAttribute]:
+        """The position of each result that is stored -> its attribute."""
         outer = self.out_spec.children()[0] if self.changed_names else self.out_spec
-        start = outer.children()[0].num_leaves if outer.type is Stored else outer.num_leaves
-        return range(start, outer.num_leaves)
+        if outer.type is not Stored:
+            return {}
+        result, *values = outer.children()
+        each = (
+            one for one, value in zip(outer.context, values, strict=True) for _ in range(value.num_leaves)
+        )
+        return dict(enumerate(each, result.num_leaves))
 
     @property
     def graph(self) -> fx.Graph:
@@ -173,7 +178,7 @@ def without_stored(capture: Capture) -> Capture:
     stored = capture.stored
     if not stored:
         return capture
-    positions = (i if i < stored.start else i - len(stored) for i in capture.kept if i not in stored)
+    positions = (i if i < min(stored) else i - len(stored) for i in capture.kept if i not in stored)
     spec, _ = with_stored(capture.graph, capture.out_spec, {})
     return replace(capture, out_spec=spec, kept=frozenset(positions))
 

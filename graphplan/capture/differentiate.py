@@ -184,7 +184,8 @@ class _Tracing:
                 "are all parameters frozen, or is the loss not among the results (labels= is missing)?"
             )
         if outputs is None:
-            loss = [position for position in able if names[position] == "loss"]
+            returned = (position for position in able if position not in self.capture.stored)
+            loss = [position for position in returned if names[position] == "loss"]
             return tuple(loss or losses)
         for name in outputs:
             if name not in names:

@@ -18,8 +18,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
-
-import torch
+from typing import Any
 
 from graphplan.analysis.lack_of_room import lacks_room, seconds_with_room, slowness
 from graphplan.analysis.plan import Plan
@@ -269,7 +268,7 @@ class Compiler:
         self,
         call: BoundCall,
         modes: Modes,
-        values: Mapping[str, torch.Tensor],
+        values: Mapping[str, Any],
         current: ValueOf,
         *,
         barely: bool,

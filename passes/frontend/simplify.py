@@ -58,6 +58,7 @@ def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
     _keep_copies(graph, written)
     _conjugate_at_once(graph, written)
     _copy_windows(capture)
+    _copy_stored_views(capture)
     _name_states(graph)
     interface = ("placeholder", "output")
     graph.eliminate_dead_code(lambda n: n.op in interface or bool(mutated_arguments(n)) or _has_effects(n))
@@ -219,6 +220,30 @@ def _copy_windows(capture: Capture) -> None:
                 copied = capture.graph.call_function(aten.clone.default, (window,))
                 copied.meta = {**window.meta, "val": value.clone()}
             capture.graph.output_node().replace_input_with(window, copied)
+
+
+def _copy_stored_views(capture: Capture) -> None:
+    """Copy stored views of weights and constants, and stored tensors that the next call reads if not dense.
+
+    The memory of a weight may be a prefetch buffer, and what is read is copied to a constant of the graph.
+    """
+    graph, output = capture.graph, capture.graph.output_node()
+    read = (capture.attributes or {}).values()
+    weights = {
+        storage_of(_val(node)) for node in graph.find_nodes(op="placeholder") if node.name in capture.weights
+    }
+    flat = list(cast("tuple[Any, ...]", output.args[0]))
+    for position, attribute in capture.stored.items():
+        node = flat[position]
+        value: Any = _val(node) if isinstance(node, fx.Node) else None
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            continue
+        if storage_of(value) in weights or (str(attribute) in read and not value.is_contiguous()):
+            dense: Any = {"memory_format": torch.contiguous_format}
+            with graph.inserting_before(output), value.fake_mode:  # type: ignore[attr-defined]  # of a fake
+                flat[position] = graph.call_function(aten.clone.default, (node,), dense)
+                flat[position].meta = {**node.meta, "val": value.clone(**dense)}
+    output.args = (tuple(flat),)
 
 
 _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled

@@ -12,9 +12,10 @@ from graphplan.capture.model.model_weights import named_tensors
 from graphplan.devices.topology import CPU
 from graphplan.ir.graph_elements import Weight
 from graphplan.ir.lowered_ops import GRADIENTS, constant_attribute, is_bound, part_attribute, stream_attribute
+from graphplan.runtime.memory.stored_tensors import StoredPlace, StoredValue
 from graphplan.runtime.module.module_state import Code, ModuleState
 from graphplan.runtime.module.program import Program
-from graphplan.runtime.module.result_structure import StoredPlace, cache_layouts, rebuilder
+from graphplan.runtime.module.result_structure import cache_layouts, rebuilder
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.weights.resident_parts import ResidentPart, rows_of
 from graphplan.runtime.weights.weight_changes import require_planned
@@ -33,23 +34,25 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
             _bind_streams(module, state, program, forward)  # before parts: it may move whole weights
             _bind_parts(module, state, program, forward)
             forward.__dict__[GRADIENTS] = state.gradients
-            places = _places(module, program)
+            places = _places(module, program, state.stored)
             given = cache_layouts(program.signature.spec, program.changed_names)
             rebuild = rebuilder(program.out_spec, given, places)
             step = program.backward
             backward = None if step is None else backward_code(module, program, forward, step.graph)
-            code = state.codes[index] = Code(forward, BoundCode(forward), rebuild, backward, places)
+            code = state.codes[index] = Code(
+                forward, BoundCode(forward), rebuild, backward, places, state.stored
+            )
         return code
 
 
-def _places(module: nn.Module, program: Program) -> tuple[StoredPlace, ...]:
-    """Return where the program stores tensors, in the order of its results."""
-    held = {
+def _places(module: nn.Module, program: Program, values: dict[str, StoredValue]) -> tuple[StoredPlace, ...]:
+    """Return where the program stores tensors, in the order of its results; add new ones to ``values``."""
+    read = {
         attribute: program.constants[name] for name, attribute in (program.constant_attributes or {}).items()
     }
-    return tuple(
-        StoredPlace(one, vars(module.get_submodule(one.path)), held.get(str(one))) for one in program.stored
-    )
+    for one in program.stored:
+        values.setdefault(str(one), StoredValue(vars(module.get_submodule(one.path)), one.name))
+    return tuple(StoredPlace(values[str(one)], one.in_place, read.get(str(one))) for one in program.stored)
 
 
 def backward_code(module: nn.Module, program: Program, code: fx.GraphModule, graph: fx.Graph) -> BoundCode:

@@ -259,8 +259,8 @@ class _ProgramSearch:
             why = self._why_another()
             logger.info("planning another call of %s: %s", type(self.module).__name__, why)
             barely, values = not state.may_move(call), state.guard.values
-            weights = weights_now(self.module)
-            state.programs.append(state.compile(call, self.modes, values, weights, barely=barely))
+            weights, attributes = weights_now(self.module), state.attribute_values()
+            state.programs.append(state.compile(call, self.modes, attributes, weights, barely=barely))
             if state.values is not values:
                 state.values = None
             state.guard.expect(self.module, stored_attributes(state.programs))

@@ -21,10 +21,11 @@ from graphplan.errors import NoGraphError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.module_by_module import ModularCalls, Untraced
 from graphplan.runtime.memory.gradient_copies import GradientCopies
+from graphplan.runtime.memory.stored_tensors import StoredPlace, StoredValue
 from graphplan.runtime.module.dispatch_cache import Route
 from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.program import Program, stored_attributes
-from graphplan.runtime.module.result_structure import Rebuild, StoredPlace
+from graphplan.runtime.module.result_structure import Rebuild
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.profile.call_profile import ProfilingInterpreter
 from graphplan.runtime.weights.resident_parts import ResidentPart
@@ -70,7 +71,7 @@ class Compile(Protocol):
         self,
         call: BoundCall,
         modes: Modes,
-        values: Mapping[str, torch.Tensor],
+        values: Mapping[str, Any],
         current: ValueOf,
         *,
         barely: bool,
@@ -99,7 +100,7 @@ class Start(Protocol):
         """Return the placed module; ``entry`` is the path of what is called."""
 
 
-MoveWeights = Callable[[BoundCall, Modes, Mapping[str, torch.Tensor], ValueOf], Start]
+MoveWeights = Callable[[BoundCall, Modes, Mapping[str, Any], ValueOf], Start]
 """Returns the start that moves the weights so that a call has room, or raises InfeasibleError."""
 
 
@@ -108,7 +109,8 @@ class Code:
     """The code of one program, ready to run on one module's weights.
 
     ``reduced`` has the backward passes for missing gradients of results, by (names of these results, whether
-    gradients of parameters are added up, sizes). ``places`` are where it stores tensors.
+    gradients of parameters are added up, sizes). ``places`` are where it stores tensors, ``stored`` all
+    attributes in which programs of the module do.
     """
 
     module: fx.GraphModule
@@ -116,7 +118,18 @@ class Code:
     rebuild: Rebuild
     backward: BoundCode | ProfilingInterpreter | None = None
     places: tuple[StoredPlace, ...] = ()
+    stored: Mapping[str, StoredValue] = field(default_factory=dict)
     reduced: dict[tuple[Any, ...], BoundCode] = field(default_factory=dict)
+
+    def release_stored(self) -> None:
+        """Free the accelerators of what earlier calls have stored."""
+        for place in self.places:
+            place.release()
+        if len(self.stored) > len(self.places):
+            own = [place.value for place in self.places]
+            for value in self.stored.values():
+                if value not in own:
+                    value.move_to_host()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +165,7 @@ class ModuleState:
         values: the tensors in attributes whose values were given to the code; None if it may lack some.
         codes: index of a program -> its code, bound to the weights.
         parts: parts of sliced weights on accelerators, by name and device, for all programs.
+        stored: the attributes in which programs store tensors, by name.
         run_lock: held by each run, since a plan has memory for one; a move of weights waits for it.
     """
 
@@ -183,6 +197,7 @@ class ModuleState:
     routes_by_size: dict[tuple[Any, ...], tuple[CachedRoute, ...]] = field(default_factory=dict, init=False)
     reader: ModeReader | None = field(default=None, init=False)
     guard: ModuleGuard | None = field(default=None, init=False)
+    stored: dict[str, StoredValue] = field(default_factory=dict, init=False)
     streams: ModuleStreams = field(default_factory=ModuleStreams, init=False)
     parts: dict[tuple[str, torch.device], ResidentPart] = field(default_factory=dict, init=False)
     gradients: GradientCopies = field(default_factory=GradientCopies, init=False)
@@ -199,12 +214,19 @@ class ModuleState:
         """Return a reader of the module's modes, for the types of devices on which it is placed."""
         return ModeReader(module, self.device_types)
 
-    def release_stored(self) -> None:
-        """Release what calls have stored in attributes that no graph reads."""
-        stored = {} if self.guard is None else self.guard.stored
-        for place in (place for code in self.codes.values() for place in code.places):
-            if not stored.get(str(place.attribute), True):
-                place.release()
+    def attribute_values(self) -> dict[str, Any]:
+        """Return the attributes that may have changed without a change of the graphs, by name."""
+        assert self.guard is not None
+        unread = [name for name, is_read in self.guard.stored.items() if not is_read and name in self.stored]
+        return {**self.guard.values, **{name: self.stored[name].get() for name in unread}}
+
+    def stored_change(self) -> str | None:
+        """Return a description of a change of an attribute in which calls store tensors; None without one."""
+        names = (
+            () if self.guard is None else (name for name, is_read in self.guard.stored.items() if not is_read)
+        )
+        changed = (name for name in names if name in self.stored and not self.stored[name].is_expected())
+        return next((f"{name!r} is not what a call has stored" for name in changed), None)
 
     def has_untraced_hooks(self) -> bool:
         """Whether submodules have hooks that graphs do not call."""

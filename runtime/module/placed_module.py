@@ -256,8 +256,9 @@ def _start(
 ) -> None:
     assert state.start is not None
     added = [] if state.guard is None else state.modular_calls.untraced_hooks(state.guard.parts)
-    # these refer to weights and stored tensors, whose memory must be free for the new placement
-    state.release_stored()
+    # these refer to weights, whose memory must be free for the new placement
+    for value in state.stored.values():
+        value.move_to_host()
     state.reader = state.guard = state.compile = state.move = None
     state.codes.clear()
     state.streams.storages.clear()
@@ -323,12 +324,14 @@ def _find_change(module: PlacedModule) -> str | None:
     state = module._graphplan
     guard = state.guard
     may_change = state.allows_other_values
-    if guard is None or state.start is not None or guard.is_unchanged(module, values_may_change=may_change):
+    if guard is None or state.start is not None:
         return None
+    if guard.is_unchanged(module, values_may_change=may_change):
+        return state.stored_change()
     parts, change = guard.parts, guard.difference(module, values_may_change=may_change)
     if guard.parts is not parts:  # submodules without a difference, whose modes are read from now on
         state.reader = state.new_reader(module)
-    return change
+    return change or state.stored_change()
 
 
 @outside_inference_mode
@@ -349,7 +352,7 @@ def _move_weights(module: PlacedModule, state: ModuleState, request: CallRequest
         assert state.guard is not None
         try:
             modes = state.reader.read(module)
-            start = state.move(call, modes, state.guard.values, weights_now(module))
+            start = state.move(call, modes, state.attribute_values(), weights_now(module))
         except InfeasibleError as error:
             logger.info("no placement of weights has room for the call: %s", error)
             state.record_no_room(call)
@@ -398,6 +401,8 @@ def _watch_changes(module: PlacedModule, state: ModuleState, structure: ModularC
     finally:
         added = frozenset[Hook]() if structure.while_hooked else hooks_of(module) - hooks
         state.modular_calls.traced |= added
+        for value in state.stored.values():
+            value.accept()
         if state.guard is not None:
             state.modular_calls.changed_module |= not state.guard.is_unchanged(module)
             change = _find_change(module)

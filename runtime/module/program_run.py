@@ -27,8 +27,7 @@ def run(module: nn.Module, program: Program, code: Code, served: Served) -> Any:
         PlanError: weights are not where the plan has put them.
     """
     tensors, copies = take_inputs(program, served)
-    for place in code.places:
-        place.release()
+    code.release_stored()
     try:
         with nullcontext() if program.modes.autocast is None else without_autocast(program):
             results = code.bound(tensors)

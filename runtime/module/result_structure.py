@@ -18,64 +18,30 @@ the caller has passed in remains the caller's object, changed as the model would
 Tensors that the model stores in attributes are stored in those of its modules::
 
     def rebuild(r, g):
-        n2(r[1])  # StoredPlace.store
+        n2(r[1])  # the method ``store`` of a StoredPlace
         return r[0]
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.structure import Given, Returned, Stored, StoredAttribute, node_of
+from graphplan.capture.structure import Given, Returned, Stored, node_of
 from graphplan.capture.transformers.caches import LayoutPart, is_cache_class, layout_of, tensors_in
 from graphplan.errors import InputError
+from graphplan.runtime.memory.stored_tensors import StoredPlace
 
 Rebuild = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 """(flat results, name -> argument that the call changes) -> the model's result."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPlace:
-    """Where a call stores tensors.
-
-    Attributes:
-        attribute: the attribute.
-        owner: the attributes of its module.
-        constant: the tensor of the code that has the attribute's present values, if the code reads them.
-    """
-
-    attribute: StoredAttribute
-    owner: dict[str, Any]
-    constant: torch.Tensor | None = None
-
-    def release(self) -> None:
-        """Release what the last call has stored: the plan counts the tensors of one call only."""
-        held = self.owner.get(self.attribute.name)
-        if self.attribute.in_place and isinstance(held, list | dict | deque):
-            held.clear()
-        else:
-            self.owner[self.attribute.name] = self.constant
-
-    def store(self, value: Any) -> None:
-        """Store a value, in the list or dict that the attribute holds if the model changes that."""
-        held: Any = self.owner.get(self.attribute.name)
-        if not self.attribute.in_place or type(held) is not type(value) or isinstance(held, tuple):
-            self.owner[self.attribute.name] = value
-            return
-        held.clear()
-        held.update(value) if isinstance(held, dict) else held.extend(value)
-
-
 def rebuilder(
     spec: pytree.TreeSpec,
     caches: Mapping[str, LayoutPart] | None = None,
-    places: Sequence[StoredPlace] | None = None,
+    stored: Sequence[StoredPlace] | None = None,
 ) -> Rebuild:
     """Return a function from the flat results to the model's result, equal to that of ``tree_unflatten``.
 
@@ -83,9 +49,9 @@ def rebuilder(
         spec: structure of the result, or of a :class:`~graphplan.capture.structure.Returned` if arguments are
             changed.
         caches: name -> layout of each cache that the caller passes in.
-        places: where it stores tensors, in the order of the structure; None to store nothing.
+        stored: where the model stores tensors, in the order of the structure; None to store nothing.
     """
-    return _StructureWriter(places).function(spec, caches or {})
+    return _StructureWriter(stored).function(spec, caches or {})
 
 
 def cache_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, LayoutPart]:
@@ -96,8 +62,8 @@ def cache_layouts(spec: pytree.TreeSpec, names: Iterable[str]) -> dict[str, Layo
 
 
 class _StructureWriter:
-    def __init__(self, places: Sequence[StoredPlace] | None) -> None:
-        self.places_stored_in = places
+    def __init__(self, stored: Sequence[StoredPlace] | None) -> None:
+        self.stored = stored
         self.names: dict[str, Any] = {"make": make, "distinct": _require_distinct}
         self.leaf_count = 0  # number of leaves that the code has read so far
         self.places: dict[Given, tuple[str, str]] = {}  # (variable, expression) of the caller's objects
@@ -142,7 +108,7 @@ class _StructureWriter:
         if spec.type is Given:
             return self._place(spec.context)
         if spec.type is Stored:
-            return self._stored(spec)
+            return self._result_to_store(spec)
         if is_cache_class(spec.type):
             return self._cache_part(layout_of(spec))
         node = node_of(spec.type)
@@ -157,11 +123,11 @@ class _StructureWriter:
             return joined
         return f"{self._name(node.unflatten_fn)}({joined}, {self._name(spec.context)})"
 
-    def _stored(self, spec: pytree.TreeSpec) -> str:
+    def _result_to_store(self, spec: pytree.TreeSpec) -> str:
         """Write the lines that store tensors in attributes; return the code for the result."""
         result, *values = map(self._structure, spec.children())
-        if self.places_stored_in is not None:
-            for place, value in zip(self.places_stored_in, values, strict=True):
+        if self.stored is not None:
+            for place, value in zip(self.stored, values, strict=True):
                 self.lines.append(f"{self._name(place.store)}({value})")
         return result
 

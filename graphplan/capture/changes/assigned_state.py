@@ -16,7 +16,7 @@ trace, of the next call, distinguishes these cases.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import is_not
@@ -81,7 +81,8 @@ class _Change:
     tensors: list[torch.Tensor]  # the tensors in ``before``
     after: Any
     is_plain: bool  # whether numbers, texts or flags have changed
-    by_hook: bool = False  # as weight_norm's pre-hook sets the weight that the module then reads
+    moved: Sequence[torch.Tensor] = ()  # tensors in ``after`` that were not in their places before
+    by_hook: bool = False  # as weight_norm's pre-hook computes the weight that the module then reads
     key: StoredAttribute | None = None  # None if it is not an attribute of a module
 
 
@@ -142,7 +143,17 @@ class AssignedState:
         return self._with_stored(result, module)
 
     def _with_stored(self, result: Any, module: nn.Module) -> Any:
-        """Return the result of the model with the tensors that its call stores in attributes of modules."""
+        """Return the result of the model with the tensors that its call stores in attributes of modules.
+
+        Raises:
+            KeptStateError: an attribute gets a tensor that one had before the call, as in a list of the last
+                two results.
+        """
+        before = {id(tensor) for one in self._changes for tensor in one.tensors}
+        for one in self._changes:
+            if one.key and not one.by_hook and not before.isdisjoint(map(id, one.moved)):
+                label = f"{one.label}.{one.name}"
+                raise KeptStateError(nothing_from_before(label, one.name, "assigned a tensor from before"))
         weights = {
             id(x) for part in _modules(module) for x in (*part._parameters.values(), *part._buffers.values())
         }
@@ -210,8 +221,12 @@ class AssignedState:
             before, after = known.get(name, Snapshot(_ABSENT)), attributes.get(name, _ABSENT)
             if not before.matches(after):
                 old, new = self._expanded(before), self._expanded(snapshot(after))
-                hooked = attributes.get("_forward_pre_hooks") and isinstance(before.value, torch.Tensor)
-                path = self._paths.get(id(attributes))
+                places, path = dict(old.places()), self._paths.get(id(attributes))
+                moved = [
+                    x
+                    for place, x in new.places()
+                    if isinstance(x, torch.Tensor) and places.get(place) is not x
+                ]
                 key = None if path is None else StoredAttribute(path, name, after is before.value)
                 change = _Change(
                     attributes,
@@ -221,7 +236,8 @@ class AssignedState:
                     tensors=_tensors(old),
                     after=after,
                     is_plain=old.plain() != new.plain(),
-                    by_hook=bool(hooked),
+                    moved=moved,
+                    by_hook=_computed_by_hook(attributes, name),
                     key=key,
                 )
                 self._changes.append(change)
@@ -315,12 +331,22 @@ class AssignedState:
         return {one.key for one in stored if one.key and keeps_layout(one.before, one.after)}
 
     def _store_only_unread(self, read: list[torch.Tensor], next_state: AssignedState) -> None:
-        """Store no table that the next call reads, and no list that grows with each call."""
+        """Store no table that the next call reads, and nothing that only the first call stores.
+
+        Raises:
+            KeptStateError: a list or dict grows with each call.
+        """
+        for one in next_state._changes:
+            if one.key in self.stored and len(self._tensors_in(one.after)) > len(one.tensors):
+                raise KeptStateError(
+                    f"{one.label}.{one.name} grows with each call, and a graph always stores the same: clear "
+                    "it at the beginning of forward"
+                )
         for one in self._changes:
             if one.key in self.stored:
-                held = self._tensors_in(one.owner.get(one.name))
-                later = self._tensors_in(next_state.stored.get(one.key))
-                if len(later) != len(held) or (one.key not in self.updated and _share_any(held, read)):
+                is_read = _share_any(self._tensors_in(one.owner.get(one.name)), read)
+                is_table = is_read and one.key not in self.updated
+                if is_table or one.key not in next_state.stored:
                     del self.stored[one.key]
 
 
@@ -331,6 +357,12 @@ def nothing_from_before(label: str, name: str, change: str) -> str:
         "keep their shape and type and are assigned tensors without a gradient. Make it a buffer, by "
         f"register_buffer({name!r}, ...)"
     )
+
+
+def _computed_by_hook(attributes: Mapping[str, Any], name: str) -> bool:
+    """Whether a hook of ``torch.nn.utils`` computes an attribute from parameters before each call."""
+    hooks = attributes.get("_forward_pre_hooks", {}).values()
+    return any(getattr(hook, "name", getattr(hook, "_tensor_name", None)) == name for hook in hooks)
 
 
 def _share_any(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

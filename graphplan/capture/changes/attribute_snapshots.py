@@ -85,11 +85,15 @@ class Snapshot:
 
     def leaves(self) -> Iterator[Any]:
         """Yield the values in the snapshot that have no parts."""
+        yield from (value for _, value in self.places())
+
+    def places(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+        """Yield these values with their places: the keys, as texts, that lead to them."""
         if isinstance(self.parts, tuple):
-            for part in self.parts:
-                yield from part.leaves()
+            for key, part in zip(self.keys, self.parts, strict=True):
+                yield from part.places((*path, repr(key)))
         else:
-            yield self.value
+            yield path, self.value
 
     def plain(self) -> Any:
         """Return the plain values, functions, classes and modules in a form to compare by ``==``."""

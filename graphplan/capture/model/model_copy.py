@@ -35,7 +35,7 @@ from graphplan.capture.model.model_weights import (
 from graphplan.capture.model.modes import Differentiation, ModeReader, Modes, autocast_of
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
-from graphplan.capture.structure import flatten_with_path
+from graphplan.capture.structure import flatten_with_path, map_leaves
 from graphplan.capture.transformers.caches import register_caches
 from graphplan.capture.value_branches import Branches, ValueOf, is_integer_tensor
 from graphplan.errors import CaptureError
@@ -106,8 +106,7 @@ class ModelCopy:
         off_cpu = (tensor for *_, tensor in plain_tensors(model) if tensor.device.type not in ("cpu", "meta"))
         stand_ins = {id(tensor): tensor.detach().cpu() for tensor in off_cpu} | stand_ins
         self.module, self.shared = copy_to_trace(model, stand_ins)
-        tensors = plain_attributes(self.module)
-        self.attributes = {memory_of(tensor): (name, identity(tensor)) for name, tensor in tensors.items()}
+        self._find_attributes()
         # the placed module's own ``__call__`` and hooks run around the graph
         if type(model).__call__ is not nn.Module.__call__:
             namespace = {"__call__": nn.Module.__call__, "__module__": type(model).__module__}
@@ -115,6 +114,10 @@ class ModelCopy:
         for name, table in vars(self.module).items():
             if re.match("_(forward|backward)_.*hooks", name):
                 table.clear()
+
+    def _find_attributes(self) -> None:
+        tensors = plain_attributes(self.module)
+        self.attributes = {memory_of(tensor): (name, identity(tensor)) for name, tensor in tensors.items()}
 
     def for_entry(self, entry: str) -> ModelCopy:
         """Return this copy with another entry and the weights of the whole model; itself if it is empty."""
@@ -186,10 +189,10 @@ class ModelCopy:
     def enter(
         self,
         modes: Modes,
-        values: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        values: Mapping[str, Any] = MappingProxyType({}),
         current: ValueOf | None = None,
     ) -> None:
-        """Set the modes of later traces, and the values of tensors in attributes, by name.
+        """Set the modes of later traces, and by name the attributes whose tensors have changed.
 
         ``current``, if given, replaces the function that returns the current weights.
 
@@ -202,9 +205,15 @@ class ModelCopy:
                 parameter.requires_grad = name in modes.step.trained
         self.step, self.autocast = modes.step, modes.autocast
         self.current = current or self.current
-        for name, tensor in values.items():
+        for name, value in values.items():
             path, _, attribute = name.rpartition(".")
-            getattr(self.module.get_submodule(path), attribute).detach().copy_(tensor)
+            attributes = vars(self.module.get_submodule(path))
+            held: Any = attributes.get(attribute)
+            if _is_alike(held, value):
+                held.detach().copy_(value)
+            else:
+                attributes[attribute] = map_leaves(_copied_to_host, value)
+        self._find_attributes()
 
     def warn_once(self, text: str) -> None:
         """Warn, unless this text was given before."""
@@ -215,6 +224,15 @@ class ModelCopy:
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundCall:
         """Return the arguments in canonical form."""
         return bind_call(self.signature, args, kwargs, self.entry)
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return tensors and (one.dtype, one.shape) == (other.dtype, other.shape)
+
+
+def _copied_to_host(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _require_own_tensors(model: nn.Module) -> None:

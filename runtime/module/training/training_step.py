@@ -63,7 +63,7 @@ _HAS_GRADIENT = (
     "leaves no room: call optimizer.zero_grad() after each optimizer.step(), without set_to_none=False, "
     "before the next forward pass, or place the model without accumulate_gradients=False"
 )
-_DEFAULT = "'loss' or, without this result, from all others and from stored scalars"
+_DEFAULT = "'loss' or, if there is none, from all results and stored scalars"
 _NOT_PLANNED = (
     "a gradient has reached the result {!r}, but the planned step starts only from {}: give "
     "partition train_outputs= with all results from which the loss is computed, or detach this one"
@@ -225,8 +225,7 @@ def run_step(module: nn.Module, state: ModuleState, program: Program, code: Code
     if in_replica():
         raise PlanError(_REPLICATED)
     tensors, copies = take_inputs(program, served)
-    for place in code.places:
-        place.release()
+    code.release_stored()
     inputs = [served.leaves[index] for index in program.backward.inputs]
     homes = [leaf.device for leaf in inputs]
     call = _StepCall(

@@ -150,28 +150,46 @@ class Grows(nn.Module):
         return self.linear(x)
 
 
-class Computes(nn.Linear):
-    """Has a hook that computes the scale that it reads, as old weight normalization does."""
+class Keeps(nn.Module):
+    """Moves what it has stored to another attribute."""
 
     def __init__(self) -> None:
-        super().__init__(8, 8)
-        self.kept = torch.ones(8)
-        self.register_forward_pre_hook(lambda part, _: setattr(part, "kept", part.bias.exp()))
+        super().__init__()
+        self.linear, self.kept, self.before = nn.Linear(8, 8), torch.zeros(8), torch.zeros(8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.kept
+        self.before, self.kept = self.kept, x.mean(0)
+        return self.linear(x)
 
 
-@pytest.mark.parametrize("kind", [Lazy, Grows, Computes])
+@pytest.mark.parametrize(
+    ("kind", "what"), [(Grows, "kept grows with"), (Keeps, "before is assigned a tensor")]
+)
 @torch.no_grad()
-def test_tables_and_growing_lists_are_not_stored(kind: type[nn.Module]) -> None:
+def test_growing_lists_and_moved_tensors_have_no_graph(kind: type[nn.Module], what: str) -> None:
     model = nn.Sequential(kind())
-    before, eager = copy.deepcopy(model[0].kept), copy.deepcopy(model)
+    eager = copy.deepcopy(model)
+    with pytest.warns(graphplan.GraphplanWarning, match=what):
+        placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,))
+    for scale in (1.0, 2.0):
+        assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
+    for name in ("kept", "before"):
+        for one, other in zip(
+            *(tree_leaves(getattr(m[0], name, None)) for m in (placed, eager)), strict=True
+        ):
+            assert one is None is other or torch.allclose(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@torch.no_grad()
+def test_tables_and_weights_that_hooks_compute_are_not_stored() -> None:
+    model = nn.Sequential(Lazy(), nn.utils.weight_norm(nn.Linear(8, 8)))
+    eager = copy.deepcopy(model)
     placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
     for scale in (1.0, 2.0):
         assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
-    kept: Any = placed[0].kept
-    assert torch.equal(kept, before) if isinstance(before, torch.Tensor) else kept == before
+    assert placed[0].kept is None
+    assert not any(value.stays for value in placed.plan.graph.values.values())
 
 
 class Scales(nn.Module):
@@ -375,3 +393,193 @@ def test_machines_store_nothing_and_say_so() -> None:
     assert len(told) == 6
     with pytest.raises(graphplan.NoGraphError, match=r"0\.hidden is read and then assigned"):
         graphplan.plan(nn.Sequential(Remembers()), machines=[{"cpu": "1GiB"}], args=(X,))
+
+
+class Views(nn.Module):
+    """Stores a parameter without its gradient, and views of a weight and of a buffer that it writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.bias, self.turned = self.linear.bias.detach(), self.linear.weight.detach().t()
+        self.half = self.count[:2]
+        self.count += 1
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("options", [{}, SGD])
+def test_stored_views_of_weights_are_copies(options: dict[str, Any]) -> None:
+    model = nn.Sequential(Views(), Views())
+    eager = copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True, **options)
+    for _ in range(3):
+        with torch.set_grad_enabled(bool(options)):
+            results = placed(X), eager(X)
+        for part, other in zip(placed, eager, strict=True):
+            for name in ("bias", "turned", "half"):
+                found = getattr(part, name)
+                assert torch.allclose(found, getattr(other, name))
+                assert not isinstance(found, nn.Parameter)
+                assert not found.requires_grad
+        if options:
+            for result in results:
+                result.square().sum().backward()
+            same_gradients(placed, eager)
+
+
+class Steered(nn.Module):
+    """Branches on what its user puts into attributes in which it stores tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.found, self.mask = nn.Linear(8, 8), dict[str, Any](), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x) * self.found.get("scale", 1.0)
+        if isinstance(self.mask, float):
+            h = h + self.mask
+        self.found["last"], self.mask = h, h > 0
+        return h
+
+
+@torch.no_grad()
+def test_user_changes_of_stored_attributes_are_detected() -> None:
+    model = Steered()
+    eager = copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
+    for _ in range(2):
+        assert torch.allclose(placed(X), eager(X), atol=1e-5)
+        for one in (placed, eager):  # like what calls store, so not a change
+            one.mask = torch.ones(4, 8, dtype=torch.bool)
+    for one in (placed, eager):
+        one.found["scale"] = 3.0
+    with pytest.warns(graphplan.GraphplanWarning, match="'found' is not what a call has stored"):
+        assert torch.allclose(placed(X), eager(X), atol=1e-5)
+    assert placed.found["scale"] == 3.0
+    for one in (placed, eager):
+        one.mask = 0.5
+    with pytest.warns(graphplan.GraphplanWarning, match="'mask' is not what a call has stored"):
+        assert torch.allclose(placed(X), eager(X), atol=1e-5)
+
+
+class Branches(nn.Module):
+    """Stores a large tensor in one branch, and needs the memory in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.large = nn.Linear(8, 8), None
+
+    def forward(self, x: torch.Tensor, store: bool) -> torch.Tensor:
+        h = self.linear(x)
+        if store:
+            self.large = h.repeat(1, 64)
+            return h
+        return torch.tanh(h).repeat(1, 64).sum(1, keepdim=True) + x
+
+
+@torch.no_grad()
+def test_what_another_graph_stored_moves_to_cpu_memory() -> None:
+    model, roomy = Branches(), {0: "1MiB", "cpu": "1MiB"}
+    peaks = [graphplan.plan(model, roomy, (X, store)).peaks[0].nbytes for store in (True, False)]
+    budgets = {0: max(peaks), "cpu": "1MiB"}
+    with graphplan.simulate(budgets):
+        placed = graphplan.partition(model, budgets, (X, True), strict=True)
+        expected = placed.linear(X).cpu().repeat(1, 64)
+        for store in (True, False, True, False):
+            placed(X, store)
+            assert placed.large.device.type == ("sim" if store else "cpu")
+            assert torch.allclose(placed.large.cpu(), expected, atol=1e-5)
+
+
+class Result(nn.Module):
+    """Stores its loss beside its result, which others differentiate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        self.loss = h.square().mean()
+        return torch.tanh(h)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_stored_loss_does_not_replace_the_result(stored: bool) -> None:
+    model = Result()
+    eager = copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True, **SGD)
+    for one in (placed, eager):
+        (one(X).sum() + (one.loss if stored else 0)).backward()
+    same_gradients(placed, eager)
+
+
+class Halves(nn.Module):
+    """Its states are halves of one tensor, or a broadcast one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(8, 16), kind
+        self.hidden, self.cell = torch.zeros(4, 8), torch.zeros(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.linear(x + self.hidden + self.cell))
+        if self.kind == "halves":
+            self.hidden, self.cell = h.chunk(2, -1)
+        else:
+            self.hidden = self.cell = h[:1, :8].expand(4, 8)
+        return self.hidden
+
+
+@pytest.mark.parametrize("kind", ["halves", "broadcast"])
+@torch.no_grad()
+def test_states_that_share_memory_are_not_retraced(kind: str) -> None:
+    model = Halves(kind)
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: "32KiB", 1: "32KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
+        for _ in range(3):  # warnings, such as of a retrace, are errors
+            x = torch.randn(4, 8)
+            assert torch.allclose(placed(x).cpu(), eager(x), atol=1e-5)
+            assert torch.allclose(placed.cell.cpu(), eager.cell, atol=1e-5)
+
+
+@torch.no_grad()
+def test_module_with_a_hook_on_its_inputs_stores() -> None:
+    model = nn.Sequential(Remembers(), Remembers())
+    for part in model:
+        part.register_forward_pre_hook(lambda _part, args: (args[0] * 2,))
+    eager = copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
+    for _ in range(2):
+        assert torch.allclose(placed(X), eager(X), atol=1e-5)
+        assert torch.allclose(placed[1].average, eager[1].average, atol=1e-5)
+
+
+class Asks(nn.Module):
+    """Stores in calls of one structure what those of another read, if it is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(8, 8), None
+
+    def forward(self, x: torch.Tensor, ask: bool = False) -> torch.Tensor:
+        if ask:
+            return self.linear(x) if self.kept is None else self.linear(x) * self.kept
+        self.kept = torch.tanh(self.linear(x))
+        return self.kept.sum()
+
+
+@torch.no_grad()
+def test_calls_of_another_structure_read_what_is_stored() -> None:
+    model = Asks()
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: "16KiB", 1: "16KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
+        for scale in (1.0, 2.0, 3.0):
+            for ask in (False, True):
+                found, expected = placed(scale * X, ask=ask), eager(scale * X, ask=ask)
+                assert torch.allclose(found.cpu(), expected, atol=1e-5)

@@ -1,0 +1,95 @@
+"""Attributes of a placed model in which its calls store tensors, as ``forward`` does.
+
+The plan of a call counts what it stores itself. So it releases the tensors of the call before when it begins,
+and those that another graph has stored elsewhere move to CPU memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphplan.capture.structure import Seen, flatten, map_leaves
+
+_ABSENT = object()
+
+
+class StoredValue:
+    """An attribute in which one or several graphs store tensors; none of them reads the tensors' values."""
+
+    def __init__(self, owner: dict[str, Any], name: str) -> None:
+        self._owner, self._name = owner, name
+        self._traced = self._stored = self._layout()
+
+    def get(self) -> Any:
+        """Return what the attribute is now; None if the module does not have it."""
+        return self._owner.get(self._name)
+
+    def is_expected(self) -> bool:
+        """Whether the attribute is like what a call has stored, or what it was when the graphs were traced.
+
+        Tensors are alike if they have one shape and type: code may branch on these.
+        """
+        return self._layout() in (self._stored, self._traced)
+
+    def accept(self) -> None:
+        """Take what the attribute is for what a call has stored."""
+        self._stored = self._layout()
+
+    def replace(self, value: Any, *, in_place: bool) -> None:
+        """Set the attribute, or the contents of the list or dict that it holds if ``in_place``."""
+        held: Any = self._owner.get(self._name)
+        if not in_place or type(held) is not type(value) or not isinstance(held, list | dict | deque):
+            self._owner[self._name] = value
+        else:
+            held.clear()
+            held.update(value) if isinstance(held, dict) else held.extend(value)
+        self.accept()
+
+    def clear(self, value: Any, *, in_place: bool) -> None:
+        """Release the tensors: set ``value``, or empty the list or dict that the attribute holds."""
+        held: Any = self._owner.get(self._name)
+        is_filled = in_place and isinstance(held, list | dict | deque)
+        self.replace(type(held)() if is_filled else value, in_place=in_place)
+
+    def move_to_host(self) -> None:
+        """Move the tensors to CPU memory."""
+        held = self._owner.get(self._name)
+        if any(
+            isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in flatten(held, Seen())[0]
+        ):
+            moved = map_leaves(
+                lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, held, Seen()
+            )
+            self.replace(moved, in_place=True)
+
+    def _layout(self) -> tuple[Any, ...]:
+        leaves, spec = flatten(self._owner.get(self._name, _ABSENT), Seen())
+        return spec, *((x.dtype, x.shape) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPlace:
+    """Where one graph stores tensors.
+
+    Attributes:
+        value: the attribute.
+        in_place: whether it changes the list or dict that the attribute holds, instead of replacing it.
+        constant: the tensor of the code that has the attribute's present values, if the code reads them. The
+            attribute is that tensor during a call, and after one that has failed.
+    """
+
+    value: StoredValue
+    in_place: bool
+    constant: torch.Tensor | None = None
+
+    def release(self) -> None:
+        """Release what the last call has stored."""
+        self.value.clear(self.constant, in_place=self.in_place)
+
+    def store(self, value: Any) -> None:
+        """Store the result of a call."""
+        self.value.replace(value, in_place=self.in_place)
