@@ -92,6 +92,7 @@ class AssignedState:
     Attributes:
         stored: attributes of modules in which the call stores tensors, with what it stores.
         updated: those of them that the next call reads.
+        growing: lists and dicts among them that are longer after each call, with their names.
         makes_tensors: whether the next call may depend on tensors that this one makes.
         reads_values: whether the trace depended on the value of a tensor.
         data: assignments to the ``data`` of tensors.
@@ -113,6 +114,7 @@ class AssignedState:
         self._paths = {id(vars(part)): path for path, part in reversed(list(model.named_modules()))}
         self.stored: dict[StoredAttribute, Any] = {}
         self.updated = set[StoredAttribute]()
+        self.growing: dict[StoredAttribute | None, str] = {}
         self.data = AssignedData(model)
         self.branches = branches
         self.makes_tensors = False
@@ -331,22 +333,17 @@ class AssignedState:
         return {one.key for one in stored if one.key and keeps_layout(one.before, one.after)}
 
     def _store_only_unread(self, read: list[torch.Tensor], next_state: AssignedState) -> None:
-        """Store no table that the next call reads, and nothing that only the first call stores.
-
-        Raises:
-            KeptStateError: a list or dict grows with each call.
-        """
-        for one in next_state._changes:
-            if one.key in self.stored and len(self._tensors_in(one.after)) > len(one.tensors):
-                raise KeptStateError(
-                    f"{one.label}.{one.name} grows with each call, and a graph always stores the same: clear "
-                    "it at the beginning of forward"
-                )
+        """Store no table that the next call reads, and nothing that only the first call stores."""
+        self.growing = {
+            one.key: f"{one.label}.{one.name}"
+            for one in next_state._changes
+            if one.key in self.stored and len(self._tensors_in(one.after)) > len(one.tensors)
+        }
         for one in self._changes:
             if one.key in self.stored:
                 is_read = _share_any(self._tensors_in(one.owner.get(one.name)), read)
                 is_table = is_read and one.key not in self.updated
-                if is_table or one.key not in next_state.stored:
+                if is_table or one.key not in (*next_state.stored, *self.growing):
                     del self.stored[one.key]
 
 

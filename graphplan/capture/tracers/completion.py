@@ -27,6 +27,11 @@ def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Ca
     state: AssignedState = captured.module.meta.pop(STATE)
     for text in state.kept_by_hooks:
         model_copy.warn_once(text)
+    for name in state.growing.values():
+        model_copy.warn_once(
+            f"{name} grows with each call of the model; in a placed model it has what the last call has "
+            "added. Clear it at the beginning of forward"
+        )
     _refuse_untied(state.assigned(model_copy.module), model_copy)
     branches = tuple(one.renamed(model_copy.first_name) for one in state.branches.taken if one.weights)
     captured = replace(captured, branches=branches)
