@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphplan.capture.captured_graph import Capture, without_stored
-from graphplan.capture.changes.assigned_state import KeptStateError, nothing_from_before
+from graphplan.capture.changes.assigned_state import KeptStateError, read_and_assigned
 from graphplan.capture.differentiate import differentiate
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights
@@ -193,9 +193,7 @@ def _without_stored(capture: Capture, model_copy: ModelCopy) -> Capture:
     """
     for attribute in map(str, stored_in(capture.out_spec)):
         if attribute in (capture.attributes or {}).values():
-            raise KeptStateError(
-                nothing_from_before(attribute, attribute.rpartition(".")[2], "read and then assigned")
-            )
+            raise KeptStateError(read_and_assigned(attribute))
         model_copy.warn_once(
             f"forward stores a tensor in {attribute}; a model over several machines does not. Return it if "
             "other code needs it"

@@ -116,8 +116,8 @@ class Program:
         return stored_in(self.out_spec)
 
     def reads(self, attribute: str) -> bool:
-        """Whether the code may read tensors in an attribute of the model, such as ``"model.offset"``."""
-        if self.constant_attributes is None:
+        """Whether the code reads values of tensors in an attribute, such as ``"model.offset"``."""
+        if self.constant_attributes is None:  # not known; what it stores itself, its trace has not read
             return attribute not in map(str, self.stored)
         inside = f"{attribute}.", f"{attribute}["
         return any(one == attribute or one.startswith(inside) for one in self.constant_attributes.values())

@@ -1,17 +1,17 @@
-"""State that a model assigns to itself in a forward pass: the graph writes buffers, and returns attributes.
+"""State that a model assigns to itself in a forward pass: buffers that the graph writes, and attributes.
 
 Before and after, in the trace of a module's call::
 
     self.mean = 0.9 * self.mean + x            add = 0.9 * mean + x
                                                copy_ = copy_(mean, add)
     self.scores = q @ k                        mm = q @ k
-    return h                                   return h, mm            mm is stored after the call
+    return h                                   return h, mm            a placed model stores mm as scores
 
-``torch.export`` does the former for the buffers of the model itself, but not for those of its submodules. For
-any other attribute, a trace reads the tensor from before the trace. So a model has no graph if it depends on
-a tensor or a flag (such as that weights are already scaled) that its previous call assigned. A table that the
-first call makes and later calls read is allowed: each call of the graph makes it, and stores none. A second
-trace, of the next call, distinguishes these cases.
+``torch.export`` writes the buffers of the model itself, but not those of its submodules. Of any other
+attribute, a trace reads the tensor from before the trace. So a model has no graph if it depends on a flag
+(such as that weights are already scaled) that its previous call assigned, or on a tensor whose shape or type
+changes. A table that the first call makes and later calls read is allowed: each call of the graph makes it,
+and it is not stored. A second trace, of the next call, distinguishes these cases.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from graphplan.capture.changes.program_contents import (
     writes_to_state,
     written_constants,
 )
-from graphplan.capture.changes.stored_values import can_store, keeps_layout
+from graphplan.capture.changes.stored_values import can_store, keeps_shape_and_type
 from graphplan.capture.structure import (
     Returned,
     Seen,
@@ -300,7 +300,7 @@ class AssignedState:
                 )
         read = constants_read(next_program)
         changed = {(id(one.owner), one.name) for one in next_state._changes}
-        updates = self._keeping_layout() & next_state._keeping_layout()
+        updates = self._keeping_shape() & next_state._keeping_shape()
         for one in next_state._carried(read) + self._carried(constants_read(traced)):
             is_kept = (id(one.owner), one.name) not in changed and _share_any(
                 self._tensors_in(one.owner[one.name]), read
@@ -327,10 +327,10 @@ class AssignedState:
                 "place it"
             )
 
-    def _keeping_layout(self) -> set[StoredAttribute]:
+    def _keeping_shape(self) -> set[StoredAttribute]:
         """Return the stored attributes that keep their shape and type, so that a graph can read them."""
         stored = [one for one in self._changes if one.key in self.stored]
-        return {one.key for one in stored if one.key and keeps_layout(one.before, one.after)}
+        return {one.key for one in stored if one.key and keeps_shape_and_type(one.before, one.after)}
 
     def _store_only_unread(self, read: list[torch.Tensor], next_state: AssignedState) -> None:
         """Store no table that the next call reads, and nothing that only the first call stores."""
@@ -345,6 +345,11 @@ class AssignedState:
                 is_table = is_read and one.key not in self.updated
                 if is_table or one.key not in (*next_state.stored, *self.growing):
                     del self.stored[one.key]
+
+
+def read_and_assigned(attribute: str) -> str:
+    """Return the error text for an attribute, by its full name, that the next call reads."""
+    return nothing_from_before(attribute, attribute.rpartition(".")[2], "read and then assigned")
 
 
 def nothing_from_before(label: str, name: str, change: str) -> str:

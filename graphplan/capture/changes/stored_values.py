@@ -39,9 +39,9 @@ def _has_plain_containers(spec: pytree.TreeSpec) -> bool:
     return spec.is_leaf() or (spec.type in _CONTAINERS and all(map(_has_plain_containers, spec.children())))
 
 
-def keeps_layout(before: Any, after: Any) -> bool:
+def keeps_shape_and_type(before: Any, after: Any) -> bool:
     """Whether a tensor has the shape and type of another, and no gradient: a graph can read it as input."""
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
         return False
-    known = all(isinstance(size, int) for size in after.shape)  # a symbol would become a constant
+    known = all(isinstance(size, int) for size in after.shape)  # not a size that varies
     return known and (before.shape, before.dtype) == (after.shape, after.dtype) and after.grad_fn is None

@@ -9,7 +9,7 @@ import torch
 
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, rename_clashes
-from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, nothing_from_before
+from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, read_and_assigned
 from graphplan.capture.changes.assigned_writes import copy_read_buffers
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
@@ -48,7 +48,7 @@ def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Ca
         captured = replace(captured, attributes=_attributes_of(captured, model_copy))
     known = map(model_copy.full_name, map(str, state.updated))
     for name in set(known).difference((captured.attributes or {}).values()):
-        raise KeptStateError(nothing_from_before(name, name.rpartition(".")[2], "read and then assigned"))
+        raise KeptStateError(read_and_assigned(name))
     return _with_distinct_names(captured)
 
 
