@@ -489,7 +489,7 @@ class Branches(nn.Module):
 
 
 @torch.no_grad()
-def test_what_another_graph_stored_moves_to_cpu_memory() -> None:
+def test_tensors_of_another_graph_move_to_cpu_memory() -> None:
     model, roomy = Branches(), {0: "1MiB", "cpu": "1MiB"}
     peaks = [graphplan.plan(model, roomy, (X, store)).peaks[0].nbytes for store in (True, False)]
     budgets = {0: max(peaks), "cpu": "1MiB"}
