@@ -24,7 +24,7 @@ from graphplan.analysis.plan import Plan
 from graphplan.api.eager_check import require_equal
 from graphplan.capture.changes.assigned_state import KeptStateError
 from graphplan.capture.eager_run import saved_bytes
-from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import AttributeValues, ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, tensor_bytes
 from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.model.shared_attributes import copy_to_run
@@ -293,7 +293,7 @@ class Placer:
         known: Compiler,
         call: BoundCall,
         modes: Modes,
-        values: Mapping[str, Any],
+        values: AttributeValues,
         current: ValueOf,
     ) -> WeightMove:
         """Plan a call, or larger ones, with the weights on any device; nothing is moved yet.

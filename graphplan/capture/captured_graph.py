@@ -82,6 +82,7 @@ class Capture:
         entry: the method that was called, as in :class:`graphplan.capture.model.model_copy.ModelCopy`.
         attributes: constant -> the attribute that it is, such as ``"model.offset"``, whose values may change;
             None where the trace depended on values, or a constant is a view of an attribute.
+        parts_read: other attributes, of which constants are views or items.
         branches: branches of the model's code on values of weights.
         step: the training step, if forward and backward are in the graph; nodes of the latter have
             ``backward`` in their ``meta``, and gradients follow the results.
@@ -102,6 +103,7 @@ class Capture:
     kept: frozenset[int] = frozenset()
     entry: str = ""
     attributes: dict[str, str] | None = None
+    parts_read: frozenset[str] = frozenset()
     branches: tuple[Branch, ...] = ()
     step: TrainingStep | None = None
 

@@ -59,6 +59,7 @@ def lower_planned(
         constants={constant_attribute(name): tensor for name, tensor in placed.items()},
         attributes=attributes,
         constant_attributes=held,
+        parts_read=captured.parts_read,
         branches=captured.branches,
         inputs=tuple(captured.inputs.index(name) for name in (*inputs, *_cache_names(captured, graph))),
         cache_tensors=_cache_tensors(planned, topology),

@@ -15,14 +15,13 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from graphplan.analysis.lack_of_room import lacks_room, seconds_with_room, slowness
 from graphplan.analysis.plan import Plan
-from graphplan.capture.model.model_copy import ModelCopy
+from graphplan.capture.model.model_copy import AttributeValues, ModelCopy
 from graphplan.capture.model.model_weights import tensor_bytes
 from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import BoundCall, shapes_text
@@ -268,7 +267,7 @@ class Compiler:
         self,
         call: BoundCall,
         modes: Modes,
-        values: Mapping[str, Any],
+        values: AttributeValues,
         current: ValueOf,
         *,
         barely: bool,

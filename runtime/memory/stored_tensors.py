@@ -6,6 +6,7 @@ and those that another graph has stored elsewhere move to CPU memory.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -18,11 +19,13 @@ _ABSENT = object()
 
 
 class StoredValue:
-    """An attribute in which one or several graphs store tensors; none of them reads the tensors' values."""
+    """An attribute in which one or several graphs store tensors."""
 
     def __init__(self, owner: dict[str, Any], name: str) -> None:
         self._owner, self._name = owner, name
         self._traced = self._stored = self._layout()
+        self._constants: list[torch.Tensor] = []
+        self._copied: tuple[weakref.ref[torch.Tensor], int] | None = None  # to the constants, and its version
 
     def get(self) -> Any:
         """Return what the attribute is now; None if the module does not have it."""
@@ -31,9 +34,29 @@ class StoredValue:
     def is_expected(self) -> bool:
         """Whether the attribute is like what a call has stored, or what it was when the graphs were traced.
 
-        Tensors are alike if they have one shape and type: code may branch on these.
+        Tensors are alike if they have one shape and type: code may branch on these. What graphs read must be
+        like their constants.
         """
-        return self._layout() in (self._stored, self._traced)
+        if not self._constants:
+            return self._layout() in (self._stored, self._traced)
+        held = self.get()
+        is_plain = isinstance(held, torch.Tensor) and not held.requires_grad
+        return is_plain and all((one.dtype, one.shape) == (held.dtype, held.shape) for one in self._constants)
+
+    def is_read_as(self, constants: list[torch.Tensor]) -> None:
+        """Let these tensors of the code have the attribute's values."""
+        self._constants, self._copied = constants, None
+
+    def update_constants(self) -> None:
+        """Copy the tensor to the constants of graphs that read it, unless they have its values."""
+        if not self._constants:
+            return
+        held: torch.Tensor = self.get()
+        version = 0 if held.is_inference() else held._version
+        if self._copied is None or self._copied[0]() is not held or self._copied[1] != version:
+            for constant in self._constants:
+                constant.detach().copy_(held)
+            self._copied = weakref.ref(held), version
 
     def accept(self) -> None:
         """Take what the attribute is for what a call has stored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import fx, nn
@@ -34,7 +35,7 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
             _bind_streams(module, state, program, forward)  # before parts: it may move whole weights
             _bind_parts(module, state, program, forward)
             forward.__dict__[GRADIENTS] = state.gradients
-            places = _places(module, program, state.stored)
+            places = _places(program, state.stored)
             given = cache_layouts(program.signature.spec, program.changed_names)
             rebuild = rebuilder(program.out_spec, given, places)
             step = program.backward
@@ -45,14 +46,12 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
         return code
 
 
-def _places(module: nn.Module, program: Program, values: dict[str, StoredValue]) -> tuple[StoredPlace, ...]:
-    """Return where the program stores tensors, in the order of its results; add new ones to ``values``."""
-    read = {
-        attribute: program.constants[name] for name, attribute in (program.constant_attributes or {}).items()
-    }
-    for one in program.stored:
-        values.setdefault(str(one), StoredValue(vars(module.get_submodule(one.path)), one.name))
-    return tuple(StoredPlace(values[str(one)], one.in_place, read.get(str(one))) for one in program.stored)
+def _places(program: Program, values: Mapping[str, StoredValue]) -> tuple[StoredPlace, ...]:
+    """Return where the program stores tensors, in the order of its results."""
+    constants = ((one, program.constants_of(str(one))) for one in program.stored)
+    return tuple(
+        StoredPlace(values[str(one)], one.in_place, read[0] if read else None) for one, read in constants
+    )
 
 
 def backward_code(module: nn.Module, program: Program, code: fx.GraphModule, graph: fx.Graph) -> BoundCode:

@@ -24,7 +24,7 @@ from graphplan.ir.schedule import prefetch_bytes
 from graphplan.runtime.fallback.module_by_module import ModularCall, Untraced
 from graphplan.runtime.module.dispatch_cache import find_route
 from graphplan.runtime.module.module_state import CachedRoute, ModuleState
-from graphplan.runtime.module.program import Program, stored_attributes
+from graphplan.runtime.module.program import Program
 from graphplan.warnings import warn
 
 logger = logging.getLogger("graphplan")
@@ -260,10 +260,15 @@ class _ProgramSearch:
             logger.info("planning another call of %s: %s", type(self.module).__name__, why)
             barely, values = not state.may_move(call), state.guard.values
             weights, attributes = weights_now(self.module), state.attribute_values()
-            state.programs.append(state.compile(call, self.modes, attributes, weights, barely=barely))
+            program = state.compile(call, self.modes, attributes, weights, barely=barely)
+            for name in map(str, program.stored):
+                if any(name in earlier.parts_read for earlier in state.programs):
+                    state.retrace_at_next_call(self.module, f"this call stores {name!r}, which others read")
+                    raise PlaceAgain
+            state.programs.append(program)
             if state.values is not values:
                 state.values = None
-            state.guard.expect(self.module, stored_attributes(state.programs))
+            state.expect_stored(self.module)
         except NoGraphError as error:
             own_code = isinstance(error, RunAsItIs | UntracedMethodError)
             if state.refused is None or own_code or self.modes.step is not None:  # a planned step needs one

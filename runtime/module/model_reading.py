@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import partialmethod
 from itertools import chain
-from types import FunctionType, MappingProxyType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -83,25 +83,15 @@ class ModelReading:
         containers: name of the fact -> plain container, which is compared as a whole.
         tensors: the tensors that are not weights.
         values: name -> tensor in an attribute of a module, whose values may change.
-        stored: name -> table and key of each attribute in which calls store tensors that a graph reads; it is
-            not among the former.
     """
 
-    def __init__(self, module: nn.Module, stored: Mapping[str, bool] = MappingProxyType({})) -> None:
-        """Read a module.
-
-        Args:
-            module: the module.
-            stored: name of each attribute in which calls store tensors -> whether a graph reads it. Others
-                are not read.
-        """
+    def __init__(self, module: nn.Module, left_out: Set[str] = frozenset()) -> None:
+        """Read the module, without the attributes that have these names."""
         named = dict(module.named_modules())
-        self._stored = stored
-        self.stored: dict[str, tuple[dict[str, Any], str]] = {}
+        self._left_out = left_out
         self.facts: dict[str, Fact] = {}
         self.attribute_facts: dict[str, Fact] | None = {}
-        own = vars(module).items()
-        self.root = {name: value for name, value in own if name not in _IGNORED and name not in stored}
+        self.root = {name: value for name, value in vars(module).items() if name not in _IGNORED | left_out}
         self.tables: list[Any] = []
         self.keys: list[Any] = []
         self.parts = list(named.values())[1:]
@@ -138,14 +128,8 @@ class ModelReading:
     def _read_part(self, path: str, part: nn.Module) -> None:
         prefix = f"{path}." if path else ""
         for name, value in vars(part).items():
-            is_read = self._stored.get(prefix + name)
-            if is_read:
-                self.stored[prefix + name] = vars(part), name
-                layout = _layout_text(value) if is_value(value) else value
-                self.facts[repr(prefix + name)] = Fact(layout, matters=False)
-            if is_read is not None or name in _IGNORED:
-                continue
-            if path or name != "forward":  # the root's runs around the graphs
+            is_own = name not in _IGNORED and prefix + name not in self._left_out
+            if is_own and (path or name != "forward"):  # the root's runs around the graphs
                 table = vars(part) if path else None
                 self._read(prefix + name, value, table, name, matters=hasattr(type(part), name))
         if not path:
@@ -208,8 +192,8 @@ class ModelReading:
         for path, part in named.items():
             for name, value in vars(part).items():
                 full = f"{path}.{name}" if path else name
-                is_own = full not in self._stored and name not in _IGNORED
-                if is_value(value) and (full in self.stored or (is_own and count[memory_of(value)] == 1)):
+                is_own = name not in _IGNORED and full not in self._left_out
+                if is_own and _is_value(value) and count[memory_of(value)] == 1:
                     yield full, value
 
     def _read(self, name: str, value: Any, table: Any, key: Any, *, matters: bool) -> None:
@@ -240,7 +224,7 @@ def writes_to(name: str) -> str:
     return f"the number of writes to {name!r}"
 
 
-def is_value(value: Any) -> bool:
+def _is_value(value: Any) -> bool:
     """Whether a value is a writable tensor without custom attributes that requires no gradient."""
     if not isinstance(value, torch.Tensor) or memory_of(value) is None:
         return False

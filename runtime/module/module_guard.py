@@ -14,10 +14,9 @@ by module.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import chain, repeat
 from operator import attrgetter, getitem, is_
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from graphplan._compat.torch import global_hooks
 from graphplan.capture.changes.attribute_data import is_container, is_plain
 from graphplan.capture.changes.attribute_snapshots import snapshot
 from graphplan.capture.model.model_weights import identity
-from graphplan.runtime.module.model_reading import ANY, Fact, ModelReading, is_value, writes_to
+from graphplan.runtime.module.model_reading import ANY, Fact, ModelReading, writes_to
 
 _MOST_CHARACTERS = 60  # of a value in a message
 _shape, _version = attrgetter("shape"), attrgetter("_version")
@@ -38,10 +37,10 @@ class ModuleGuard:
 
     Attributes:
         values: name -> tensor attribute whose values may change, as last seen.
-        stored: name of each attribute in which calls store tensors -> whether a graph reads it.
+        stored: names of attributes in which calls store tensors, which are left out.
     """
 
-    def __init__(self, module: nn.Module, stored: Mapping[str, bool] = MappingProxyType({})) -> None:
+    def __init__(self, module: nn.Module, stored: Set[str] = frozenset()) -> None:
         self.stored = stored
         self._adopt(_IdentityCheck(module, stored))
 
@@ -61,39 +60,17 @@ class ModuleGuard:
         """The submodules; others of the same classes may have replaced traced ones without a difference."""
         return self._check.reading.parts
 
-    def is_unchanged(self, module: nn.Module, *, values_may_change: bool = False) -> bool:
-        """Whether nothing has changed since the last reading; False also if that is uncertain.
-
-        If ``values_may_change``, calls may have stored other tensors, which are in ``values`` from now on.
-        """
-        if not self._check.is_unchanged(module):
-            return False
-        stored: dict[str, Any] = {
-            name: table.get(key) for name, (table, key) in self._check.reading.stored.items()
-        }
-        if not stored:
-            return True
-        known = self.values
-        alike = all(
-            name in known and is_value(tensor) and _is_alike(known[name], tensor)
-            for name, tensor in stored.items()
-        )
-        if alike and values_may_change:
-            self.values = {**known, **stored}
-        return alike and values_may_change
-
-    def release_stored(self) -> None:
-        """Keep only the layouts of the tensors that calls have stored, whose memory the next one may need."""
-        for name in self._check.reading.stored.keys() & self.values.keys():
-            self.values[name] = self.values[name].to("meta")
+    def is_unchanged(self, module: nn.Module) -> bool:
+        """Whether nothing has changed since the last reading; False also if that is uncertain."""
+        return self._check.is_unchanged(module)
 
     def accept(self, module: nn.Module) -> None:
         """Compare later states with the present one."""
         if not self._check.is_unchanged(module):
             self._adopt(_IdentityCheck(module, self.stored))
 
-    def expect(self, module: nn.Module, stored: Mapping[str, bool]) -> None:
-        """Expect calls to store tensors in these attributes, in place of others before."""
+    def leave_out(self, module: nn.Module, stored: Set[str]) -> None:
+        """Leave out the attributes with these names, in place of others before."""
         if stored != self.stored:
             self.stored = stored
             self._adopt(_IdentityCheck(module, stored))
@@ -114,8 +91,6 @@ class ModuleGuard:
         change = _difference(facts, reading.facts)
         if change is None and self._attribute_facts is not None and reading.attribute_facts is not None:
             change = _difference(self._attribute_facts, reading.attribute_facts)
-        if change is None and reading.stored and not values_may_change:
-            change = f"{next(iter(reading.stored))!r} may have changed"
         if change is None:
             self._facts, self.values = facts, values
             self._check = check
@@ -125,7 +100,7 @@ class ModuleGuard:
 class _IdentityCheck:
     """A reading of a module, and the objects that were read, to compare identities."""
 
-    def __init__(self, module: nn.Module, stored: Mapping[str, bool]) -> None:
+    def __init__(self, module: nn.Module, stored: Set[str]) -> None:
         self.reading = reading = ModelReading(module, stored)
         self._values = list(map(getitem, reading.tables, reading.keys))
         self._types = list(map(type, reading.parts))

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
+from graphplan.capture.model.model_copy import AttributeValues
 from graphplan.capture.model.model_weights import tensor_bytes
 from graphplan.capture.model.modes import Differentiation, ModeReader, Modes
 from graphplan.capture.signature import BoundCall
@@ -24,7 +25,7 @@ from graphplan.runtime.memory.gradient_copies import GradientCopies
 from graphplan.runtime.memory.stored_tensors import StoredPlace, StoredValue
 from graphplan.runtime.module.dispatch_cache import Route
 from graphplan.runtime.module.module_guard import ModuleGuard
-from graphplan.runtime.module.program import Program, stored_attributes
+from graphplan.runtime.module.program import Program
 from graphplan.runtime.module.result_structure import Rebuild
 from graphplan.runtime.module.weight_binding import BoundCode
 from graphplan.runtime.profile.call_profile import ProfilingInterpreter
@@ -71,7 +72,7 @@ class Compile(Protocol):
         self,
         call: BoundCall,
         modes: Modes,
-        values: Mapping[str, Any],
+        values: AttributeValues,
         current: ValueOf,
         *,
         barely: bool,
@@ -100,7 +101,7 @@ class Start(Protocol):
         """Return the placed module; ``entry`` is the path of what is called."""
 
 
-MoveWeights = Callable[[BoundCall, Modes, Mapping[str, Any], ValueOf], Start]
+MoveWeights = Callable[[BoundCall, Modes, AttributeValues, ValueOf], Start]
 """Returns the start that moves the weights so that a call has room, or raises InfeasibleError."""
 
 
@@ -208,24 +209,30 @@ class ModuleState:
         if self.start is None and self.untraced is None:
             self.modular_calls.watch(module)
             self.reader = self.new_reader(module)
-            self.guard = ModuleGuard(module, stored_attributes(self.programs))
+            self.guard = ModuleGuard(module)
+            self.expect_stored(module)
 
     def new_reader(self, module: nn.Module) -> ModeReader:
         """Return a reader of the module's modes, for the types of devices on which it is placed."""
         return ModeReader(module, self.device_types)
 
-    def attribute_values(self) -> dict[str, Any]:
-        """Return the attributes that may have changed without a change of the graphs, by name."""
+    def expect_stored(self, module: nn.Module) -> None:
+        """Expect the programs so far to store tensors in attributes of the module."""
         assert self.guard is not None
-        unread = [name for name, is_read in self.guard.stored.items() if not is_read and name in self.stored]
-        return {**self.guard.values, **{name: self.stored[name].get() for name in unread}}
+        for attribute in (attribute for program in self.programs for attribute in program.stored):
+            owner, name = vars(module.get_submodule(attribute.path)), str(attribute)
+            value = self.stored.setdefault(name, StoredValue(owner, attribute.name))
+            value.is_read_as([one for program in self.programs for one in program.constants_of(name)])
+        self.guard.leave_out(module, frozenset(self.stored))
+
+    def attribute_values(self) -> AttributeValues:
+        """Return the attributes that may have changed without a change of the graphs."""
+        assert self.guard is not None
+        return AttributeValues(self.guard.values, {name: value.get() for name, value in self.stored.items()})
 
     def stored_change(self) -> str | None:
         """Return a description of a change of an attribute in which calls store tensors; None without one."""
-        names = (
-            () if self.guard is None else (name for name, is_read in self.guard.stored.items() if not is_read)
-        )
-        changed = (name for name in names if name in self.stored and not self.stored[name].is_expected())
+        changed = (name for name, value in self.stored.items() if not value.is_expected())
         return next((f"{name!r} is not what a call has stored" for name in changed), None)
 
     def has_untraced_hooks(self) -> bool:
@@ -244,15 +251,16 @@ class ModuleState:
 
     def update_constants(self) -> None:
         """Copy the present values of tensors in attributes to the code, unless it has them."""
-        if self.guard is None or self.guard.values is self.values:
+        for value in self.stored.values():
+            value.update_constants()
+        current = None if self.guard is None else self.guard.values
+        if current is None or current is self.values:
             return
-        current = self.guard.values
         self.values = current  # set first: a thread that adds a program meanwhile resets it to None
         for program in self.programs:
             for constant, attribute in (program.constant_attributes or {}).items():
                 if attribute in current:
                     program.constants[constant].detach().copy_(current[attribute])
-        self.guard.release_stored()
 
     def may_move(self, call: BoundCall) -> bool:
         """Whether weights may move to give a call room: only for larger inputs than the last time."""

@@ -323,12 +323,11 @@ def _find_change(module: PlacedModule) -> str | None:
     """Return a description of a change since the graphs were traced, or None."""
     state = module._graphplan
     guard = state.guard
-    may_change = state.allows_other_values
     if guard is None or state.start is not None:
         return None
-    if guard.is_unchanged(module, values_may_change=may_change):
+    if guard.is_unchanged(module):
         return state.stored_change()
-    parts, change = guard.parts, guard.difference(module, values_may_change=may_change)
+    parts, change = guard.parts, guard.difference(module, values_may_change=state.allows_other_values)
     if guard.parts is not parts:  # submodules without a difference, whose modes are read from now on
         state.reader = state.new_reader(module)
     return change or state.stored_change()

@@ -71,6 +71,7 @@ class Program:
         constants: attribute name of the code -> tensor that the trace lifted out of the model's code.
         constant_attributes: constant -> attribute of the model that holds it, such as ``"model.offset"``,
             and whose present values the constant must have; None if the trace branched on values.
+        parts_read: other attributes, of which constants are views or items.
         branches: branches of the model's code that were decided by weights in the trace.
         trace: the trace; programs for other sizes may have the same.
         attributes: name -> module that the code calls: a graph of a control-flow operation, a stage.
@@ -108,6 +109,7 @@ class Program:
     backward: Backward | None = None
     accumulates: bool = True
     constant_attributes: Mapping[str, str] | None = None
+    parts_read: frozenset[str] = frozenset()
     branches: tuple[Branch, ...] = ()
 
     @property
@@ -115,12 +117,10 @@ class Program:
         """The attributes in which a call stores tensors."""
         return stored_in(self.out_spec)
 
-    def reads(self, attribute: str) -> bool:
-        """Whether the code reads values of tensors in an attribute, such as ``"model.offset"``."""
-        if self.constant_attributes is None:  # not known; what it stores itself, its trace has not read
-            return attribute not in map(str, self.stored)
-        inside = f"{attribute}.", f"{attribute}["
-        return any(one == attribute or one.startswith(inside) for one in self.constant_attributes.values())
+    def constants_of(self, attribute: str) -> list[torch.Tensor]:
+        """Return the constants that have the values of an attribute, such as ``"model.offset"``."""
+        held = (self.constant_attributes or {}).items()
+        return [self.constants[constant] for constant, name in held if name == attribute]
 
     @property
     def max_input_bytes(self) -> int:
@@ -138,9 +138,3 @@ class Program:
     def takes_same_branches(self, module: nn.Module) -> bool:
         """Whether branches decided by weights of the module are taken as in the trace."""
         return same_answers(self.branches, partial(weight_at, module))
-
-
-def stored_attributes(programs: Sequence[Program]) -> dict[str, bool]:
-    """Return the attributes in which these programs store tensors, and whether one of them reads it."""
-    stored = [str(attribute) for program in programs for attribute in program.stored]
-    return {name: any(program.reads(name) for program in programs) for name in stored}

@@ -14,7 +14,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ from graphplan.capture.model.model_weights import (
 from graphplan.capture.model.modes import Differentiation, ModeReader, Modes, autocast_of
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
-from graphplan.capture.structure import flatten_with_path, map_leaves
+from graphplan.capture.structure import Seen, flatten_with_path, map_leaves
 from graphplan.capture.transformers.caches import register_caches
 from graphplan.capture.value_branches import Branches, ValueOf, is_integer_tensor
 from graphplan.errors import CaptureError
@@ -61,6 +60,22 @@ class TracedCode:
     branch_sources: set[Any] = field(default_factory=set)
 
 
+@dataclass(frozen=True, slots=True)
+class AttributeValues:
+    """Attributes that may have changed without a change of the graphs, by name.
+
+    Attributes:
+        watched: tensors that others may replace by tensors of the same shape and type.
+        stored: what calls have stored.
+    """
+
+    watched: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    stored: Mapping[str, Any] = field(default_factory=dict)
+
+
+_NO_VALUES = AttributeValues()
+
+
 class ModelCopy:
     """A copy of a model to trace, with stand-ins for its weights.
 
@@ -71,6 +86,7 @@ class ModelCopy:
         entry: the method that is called: ``"model.encoder"`` for a submodule, ``"model:encode"`` for a method
             of one, empty for the model.
         attributes: memory of each tensor in a plain attribute -> its name and identity.
+        stored: names of the attributes in which calls store tensors.
         shared: name -> attribute of the caller's model that cannot be copied.
         warned: texts of the warnings that were given.
         inputs_have_values: whether the integer inputs of the traced call have values.
@@ -89,6 +105,7 @@ class ModelCopy:
         self.entry = ""
         self.warned: set[str] = set()
         self.inputs_have_values = True
+        self.stored = set[str]()
         self._codes = defaultdict[str, TracedCode](TracedCode)  # by entry
         self.step: Differentiation | None = None
         self.device_types: tuple[str, ...] = ()
@@ -189,10 +206,10 @@ class ModelCopy:
     def enter(
         self,
         modes: Modes,
-        values: Mapping[str, Any] = MappingProxyType({}),
+        values: AttributeValues = _NO_VALUES,
         current: ValueOf | None = None,
     ) -> None:
-        """Set the modes of later traces, and by name the attributes whose tensors have changed.
+        """Set the modes of later traces, and the values of attributes.
 
         ``current``, if given, replaces the function that returns the current weights.
 
@@ -205,15 +222,16 @@ class ModelCopy:
                 parameter.requires_grad = name in modes.step.trained
         self.step, self.autocast = modes.step, modes.autocast
         self.current = current or self.current
-        for name, value in values.items():
+        for name, value in {**values.watched, **values.stored}.items():
             path, _, attribute = name.rpartition(".")
             attributes = vars(self.module.get_submodule(path))
             held: Any = attributes.get(attribute)
             if _is_alike(held, value):
                 held.detach().copy_(value)
             else:
-                attributes[attribute] = map_leaves(_copied_to_host, value)
+                attributes[attribute] = map_leaves(_copied_to_host, value, Seen())
         self._find_attributes()
+        self.stored |= values.stored.keys()
 
     def warn_once(self, text: str) -> None:
         """Warn, unless this text was given before."""

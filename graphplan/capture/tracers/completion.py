@@ -11,6 +11,7 @@ from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, rename_clashes
 from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, read_and_assigned
 from graphplan.capture.changes.assigned_writes import copy_read_buffers
+from graphplan.capture.changes.attribute_snapshots import own_attributes, snapshot
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.model_methods import RunAsItIs
@@ -49,6 +50,11 @@ def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Ca
     known = map(model_copy.full_name, map(str, state.updated))
     for name in set(known).difference((captured.attributes or {}).values()):
         raise KeptStateError(read_and_assigned(name))
+    captured = replace(captured, parts_read=_parts_read(captured, model_copy))
+    for name in captured.parts_read & model_copy.stored:
+        raise NoGraphError(
+            f"the call reads a part of {name}, which other calls store: a graph would always read the same"
+        )
     return _with_distinct_names(captured)
 
 
@@ -60,6 +66,20 @@ def _attributes_of(captured: Capture, model_copy: ModelCopy) -> dict[str, str] |
     if any(identity(captured.constants[constant]) != key for constant, (_, key) in known.items()):
         return None
     return {constant: name for constant, (name, _) in known.items()}
+
+
+def _parts_read(captured: Capture, model_copy: ModelCopy) -> frozenset[str]:
+    """Return the attributes of which constants are views or items, by their full names."""
+    whole, found = captured.attributes or {}, set[str]()
+    parts = {memory_of(one): name for name, one in captured.constants.items() if name not in whole}
+    for path, part in model_copy.module.named_modules() if parts else ():
+        for name, value in own_attributes(part).items():
+            memories = (
+                memory_of(leaf) for leaf in snapshot(value).leaves() if isinstance(leaf, torch.Tensor)
+            )
+            if not parts.keys().isdisjoint(memories):
+                found.add(model_copy.full_name(f"{path}.{name}" if path else name))
+    return frozenset(found)
 
 
 def _refuse_untied(assigned: Mapping[str, torch.Tensor], model_copy: ModelCopy) -> None:

@@ -567,27 +567,60 @@ def test_module_with_a_hook_on_its_inputs_stores() -> None:
         assert torch.allclose(placed[1].average, eager[1].average, atol=1e-5)
 
 
+@torch.no_grad()
+def test_copy_of_a_model_with_states_is_not_retraced() -> None:
+    model = nn.Sequential(Remembers(), Remembers())
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
+    placed(X)
+    copied, eager = copy.deepcopy(placed), graphplan.unplace(placed)
+    for scale in (1.0, 2.0):  # warnings, such as of a retrace, are errors
+        expected = eager(scale * X)
+        for one in (placed, copied):
+            assert torch.allclose(one(scale * X), expected, atol=1e-5)
+
+
 class Asks(nn.Module):
     """Stores in calls of one structure what those of another read, if it is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.linear, self.kept = nn.Linear(8, 8), None
+        self.linear, self.kept, self.kind = nn.Linear(8, 8), None, kind
 
     def forward(self, x: torch.Tensor, ask: bool = False) -> torch.Tensor:
-        if ask:
-            return self.linear(x) if self.kept is None else self.linear(x) * self.kept
-        self.kept = torch.tanh(self.linear(x))
-        return self.kept.sum()
+        if ask and self.kept is not None:
+            return self.linear(x) * (self.kept if self.kind == "tensor" else self.kept[0])
+        h = torch.tanh(self.linear(x))
+        self.kept = [h] if self.kind == "list" else h
+        return h.sum()
 
 
 @torch.no_grad()
 def test_calls_of_another_structure_read_what_is_stored() -> None:
-    model = Asks()
+    model = Asks("tensor")
     eager = copy.deepcopy(model)
     with graphplan.simulate({0: "16KiB", 1: "16KiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
         for scale in (1.0, 2.0, 3.0):
-            for ask in (False, True):
+            for ask in (False, True, True):
                 found, expected = placed(scale * X, ask=ask), eager(scale * X, ask=ask)
                 assert torch.allclose(found.cpu(), expected, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:this call stores 'kept', which others read")
+@pytest.mark.parametrize("ask_first", [False, True])
+@torch.no_grad()
+def test_reading_a_part_of_a_stored_value_has_no_graph(ask_first: bool) -> None:
+    model = Asks("list")
+    if ask_first:
+        model(X)
+    eager = copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X, ask_first))
+    assert torch.allclose(placed(X, ask_first), eager(X, ask_first), atol=1e-5)
+    if ask_first:
+        assert torch.allclose(placed(X), eager(X), atol=1e-5)
+    with pytest.warns(graphplan.GraphplanWarning, match="reads a part of kept"):
+        assert torch.allclose(placed(2 * X, ask=True), eager(2 * X, ask=True), atol=1e-5)
+    for scale in (3.0, 4.0):
+        for ask in (False, True):  # warnings, such as of a retrace, are errors
+            found, expected = placed(scale * X, ask=ask), eager(scale * X, ask=ask)
+            assert torch.allclose(found, expected, atol=1e-5)
