@@ -83,6 +83,8 @@ class Capture:
         attributes: constant -> the attribute that it is, such as ``"model.offset"``, whose values may change;
             None where the trace depended on values, or a constant is a view of an attribute.
         parts_read: other attributes, of which constants are views or items.
+        plain_sets: attribute -> the plain value, such as None, to which a call sets it.
+        other_sets: the other attributes that a call sets, and does not store.
         branches: branches of the model's code on values of weights.
         step: the training step, if forward and backward are in the graph; nodes of the latter have
             ``backward`` in their ``meta``, and gradients follow the results.
@@ -104,6 +106,8 @@ class Capture:
     entry: str = ""
     attributes: dict[str, str] | None = None
     parts_read: frozenset[str] = frozenset()
+    plain_sets: Mapping[str, Any] = field(default_factory=dict)
+    other_sets: frozenset[str] = frozenset()
     branches: tuple[Branch, ...] = ()
     step: TrainingStep | None = None
 

@@ -60,6 +60,8 @@ def lower_planned(
         attributes=attributes,
         constant_attributes=held,
         parts_read=captured.parts_read,
+        plain_sets=captured.plain_sets,
+        other_sets=captured.other_sets,
         branches=captured.branches,
         inputs=tuple(captured.inputs.index(name) for name in (*inputs, *_cache_names(captured, graph))),
         cache_tensors=_cache_tensors(planned, topology),

@@ -229,9 +229,8 @@ def _copy_stored_views(capture: Capture) -> None:
     """
     graph, output = capture.graph, capture.graph.output_node()
     read = (capture.attributes or {}).values()
-    weights = {
-        storage_of(_val(node)) for node in graph.find_nodes(op="placeholder") if node.name in capture.weights
-    }
+    values = [_val(node) for node in graph.find_nodes(op="placeholder") if node.name in capture.weights]
+    weights = {storage_of(value) for value in values if value.layout is torch.strided}
     flat = list(cast("tuple[Any, ...]", output.args[0]))
     for position, attribute in capture.stored.items():
         node = flat[position]

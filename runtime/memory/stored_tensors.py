@@ -23,7 +23,8 @@ class StoredValue:
 
     def __init__(self, owner: dict[str, Any], name: str) -> None:
         self._owner, self._name = owner, name
-        self._traced = self._stored = self._layout()
+        self._traced = _layout(owner.get(name, _ABSENT))
+        self._stored = [self._traced]  # the last two: other threads check while one stores
         self._constants: list[torch.Tensor] = []
         self._copied: tuple[weakref.ref[torch.Tensor], int] | None = None  # to the constants, and its version
 
@@ -38,7 +39,7 @@ class StoredValue:
         like their constants.
         """
         if not self._constants:
-            return self._layout() in (self._stored, self._traced)
+            return _layout(self._owner.get(self._name, _ABSENT)) in (*self._stored, self._traced)
         held = self.get()
         is_plain = isinstance(held, torch.Tensor) and not held.requires_grad
         return is_plain and all((one.dtype, one.shape) == (held.dtype, held.shape) for one in self._constants)
@@ -60,17 +61,20 @@ class StoredValue:
 
     def accept(self) -> None:
         """Take what the attribute is for what a call has stored."""
-        self._stored = self._layout()
+        self._expect(self._owner.get(self._name, _ABSENT))
+
+    def _expect(self, value: Any) -> None:
+        self._stored = [self._stored[-1], _layout(value)]
 
     def replace(self, value: Any, *, in_place: bool) -> None:
         """Set the attribute, or the contents of the list or dict that it holds if ``in_place``."""
+        self._expect(value)
         held: Any = self._owner.get(self._name)
         if not in_place or type(held) is not type(value) or not isinstance(held, list | dict | deque):
             self._owner[self._name] = value
         else:
             held.clear()
             held.update(value) if isinstance(held, dict) else held.extend(value)
-        self.accept()
 
     def clear(self, value: Any, *, in_place: bool) -> None:
         """Release the tensors: set ``value``, or empty the list or dict that the attribute holds."""
@@ -89,9 +93,13 @@ class StoredValue:
             )
             self.replace(moved, in_place=True)
 
-    def _layout(self) -> tuple[Any, ...]:
-        leaves, spec = flatten(self._owner.get(self._name, _ABSENT), Seen())
-        return spec, *((x.dtype, x.shape) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
+
+def _layout(value: Any) -> tuple[Any, ...]:
+    """Return the shape and type of a tensor; of any other value its structure, with those of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape
+    leaves, spec = flatten(value, Seen())
+    return spec, *(_layout(x) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
 
 
 @dataclass(frozen=True, slots=True)

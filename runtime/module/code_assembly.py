@@ -41,7 +41,7 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
             step = program.backward
             backward = None if step is None else backward_code(module, program, forward, step.graph)
             code = state.codes[index] = Code(
-                forward, BoundCode(forward), rebuild, backward, places, state.stored
+                forward, BoundCode(forward), rebuild, backward, places, program.plain_sets, state.stored
             )
         return code
 

@@ -261,10 +261,7 @@ class _ProgramSearch:
             barely, values = not state.may_move(call), state.guard.values
             weights, attributes = weights_now(self.module), state.attribute_values()
             program = state.compile(call, self.modes, attributes, weights, barely=barely)
-            for name in map(str, program.stored):
-                if any(name in earlier.parts_read for earlier in state.programs):
-                    state.retrace_at_next_call(self.module, f"this call stores {name!r}, which others read")
-                    raise PlaceAgain
+            _require_no_conflict(self.module, state, program)
             state.programs.append(program)
             if state.values is not values:
                 state.values = None
@@ -313,6 +310,19 @@ class _ProgramSearch:
         """Return (name, its position, or its keyword) of each of these arguments."""
         order = list(self.request.signature.parameters)
         return tuple((n, n if n in self.request.kwargs else order.index(n)) for n in names)
+
+
+def _require_no_conflict(module: nn.Module, state: ModuleState, program: Program) -> None:
+    """Raise NoGraphError or PlaceAgain if calls of several programs depend on an attribute differently."""
+    for earlier in state.programs:
+        if (name := earlier.conflict(program)) is not None:
+            raise NoGraphError(
+                f"the call reads a part of {name}, in which other calls store tensors, or sets it to what a "
+                "graph does not store, such as a weight"
+            )
+        if (name := program.conflict(earlier)) is not None:
+            state.retrace_at_next_call(module, f"this call stores {name!r}, which others read or set")
+            raise PlaceAgain
 
 
 def _remember(state: ModuleState, sizes: tuple[Any, ...], cached: CachedRoute) -> None:

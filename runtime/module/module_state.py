@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
 from typing import Any, Protocol
 
 import torch
@@ -110,8 +111,8 @@ class Code:
     """The code of one program, ready to run on one module's weights.
 
     ``reduced`` has the backward passes for missing gradients of results, by (names of these results, whether
-    gradients of parameters are added up, sizes). ``places`` are where it stores tensors, ``stored`` all
-    attributes in which programs of the module do.
+    gradients of parameters are added up, sizes). ``places`` are where it stores tensors, ``sets`` has the
+    attributes that it sets to plain values, ``stored`` all attributes in which programs store tensors.
     """
 
     module: fx.GraphModule
@@ -119,17 +120,23 @@ class Code:
     rebuild: Rebuild
     backward: BoundCode | ProfilingInterpreter | None = None
     places: tuple[StoredPlace, ...] = ()
+    sets: Mapping[str, Any] = field(default_factory=dict)
     stored: Mapping[str, StoredValue] = field(default_factory=dict)
     reduced: dict[tuple[Any, ...], BoundCode] = field(default_factory=dict)
 
     def release_stored(self) -> None:
-        """Free the accelerators of what earlier calls have stored."""
+        """Free the accelerators of what earlier calls have stored, before the code runs.
+
+        Where the code stores tensors itself, nothing is left, or the constant that it reads.
+        """
         for place in self.places:
             place.release()
         if len(self.stored) > len(self.places):
-            own = [place.value for place in self.places]
-            for value in self.stored.values():
-                if value not in own:
+            own = {id(place.value) for place in self.places}
+            for name, value in self.stored.items():
+                if name in self.sets:
+                    value.replace(self.sets[name], in_place=False)
+                elif id(value) not in own:
                     value.move_to_host()
 
 
@@ -211,6 +218,12 @@ class ModuleState:
             self.reader = self.new_reader(module)
             self.guard = ModuleGuard(module)
             self.expect_stored(module)
+            for one, other in permutations(self.programs, 2):  # of calls=
+                if (name := one.conflict(other)) is not None:
+                    raise NoGraphError(
+                        f"one of calls= stores {name}, and another reads a part of it or sets it otherwise: leave "
+                        "one of them out, so that it is traced when it is called"
+                    )
 
     def new_reader(self, module: nn.Module) -> ModeReader:
         """Return a reader of the module's modes, for the types of devices on which it is placed."""

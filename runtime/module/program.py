@@ -72,6 +72,8 @@ class Program:
         constant_attributes: constant -> attribute of the model that holds it, such as ``"model.offset"``,
             and whose present values the constant must have; None if the trace branched on values.
         parts_read: other attributes, of which constants are views or items.
+        plain_sets: attribute -> the plain value, such as None, to which a call sets it.
+        other_sets: the other attributes that a call sets, and does not store.
         branches: branches of the model's code that were decided by weights in the trace.
         trace: the trace; programs for other sizes may have the same.
         attributes: name -> module that the code calls: a graph of a control-flow operation, a stage.
@@ -110,12 +112,19 @@ class Program:
     accumulates: bool = True
     constant_attributes: Mapping[str, str] | None = None
     parts_read: frozenset[str] = frozenset()
+    plain_sets: Mapping[str, Any] = field(default_factory=dict)
+    other_sets: frozenset[str] = frozenset()
     branches: tuple[Branch, ...] = ()
 
     @property
     def stored(self) -> tuple[StoredAttribute, ...]:
         """The attributes in which a call stores tensors."""
         return stored_in(self.out_spec)
+
+    def conflict(self, other: Program) -> str | None:
+        """Return an attribute that this stores and the other reads in part, or sets to what is not stored."""
+        names = map(str, self.stored)
+        return next((name for name in names if name in other.parts_read | other.other_sets), None)
 
     def constants_of(self, attribute: str) -> list[torch.Tensor]:
         """Return the constants that have the values of an attribute, such as ``"model.offset"``."""

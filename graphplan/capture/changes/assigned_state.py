@@ -91,8 +91,9 @@ class AssignedState:
 
     Attributes:
         stored: attributes of modules in which the call stores tensors, with what it stores.
-        updated: those of them that the next call reads.
-        growing: lists and dicts among them that are longer after each call, with their names.
+        others: other attributes of modules that the call sets, with what it sets them to.
+        updated: those in ``stored`` that the next call reads.
+        growing: lists and dicts in ``stored`` that are longer after each call, with their names.
         makes_tensors: whether the next call may depend on tensors that this one makes.
         reads_values: whether the trace depended on the value of a tensor.
         data: assignments to the ``data`` of tensors.
@@ -114,6 +115,7 @@ class AssignedState:
         self._paths = {id(vars(part)): path for path, part in reversed(list(model.named_modules()))}
         self.stored: dict[StoredAttribute, Any] = {}
         self.updated = set[StoredAttribute]()
+        self.others: dict[StoredAttribute, Any] = {}
         self.growing: dict[StoredAttribute | None, str] = {}
         self.data = AssignedData(model)
         self.branches = branches
@@ -163,6 +165,8 @@ class AssignedState:
             in_place = one.after is one.before
             if one.key and not one.by_hook and can_store(one.after, weights, in_place=in_place):
                 self.stored[one.key] = one.after
+            elif one.key and not one.by_hook:
+                self.others[one.key] = one.after
         if not self.stored:
             return result
         if isinstance(result, Returned):
@@ -344,7 +348,7 @@ class AssignedState:
                 is_read = _share_any(self._tensors_in(one.owner.get(one.name)), read)
                 is_table = is_read and one.key not in self.updated
                 if is_table or one.key not in (*next_state.stored, *self.growing):
-                    del self.stored[one.key]
+                    self.others[one.key] = self.stored.pop(one.key)
 
 
 def read_and_assigned(attribute: str) -> str:

@@ -14,7 +14,8 @@ from graphplan.capture.structure import Seen, flatten
 
 _CONTAINERS = (list, tuple, dict, OrderedDict, deque, namedtuple)
 _TRACED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))
+"""Classes of plain values that a graph can return."""
 
 
 def can_store(value: Any, weights: Container[int], *, in_place: bool) -> bool:
@@ -30,7 +31,7 @@ def can_store(value: Any, weights: Container[int], *, in_place: bool) -> bool:
     return (
         bool(tensors)
         and all(is_fake(tensor) and id(tensor) not in weights for tensor in tensors)
-        and all(isinstance(leaf, _TRACED if in_place else (*_TRACED, *_PLAIN)) for leaf in leaves)
+        and all(isinstance(leaf, _TRACED if in_place else (*_TRACED, *PLAIN)) for leaf in leaves)
         and _has_plain_containers(spec)
     )
 

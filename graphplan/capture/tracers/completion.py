@@ -12,6 +12,7 @@ from graphplan.capture.captured_graph import Capture, rename_clashes
 from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, read_and_assigned
 from graphplan.capture.changes.assigned_writes import copy_read_buffers
 from graphplan.capture.changes.attribute_snapshots import own_attributes, snapshot
+from graphplan.capture.changes.stored_values import PLAIN
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.model_methods import RunAsItIs
@@ -50,7 +51,14 @@ def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Ca
     known = map(model_copy.full_name, map(str, state.updated))
     for name in set(known).difference((captured.attributes or {}).values()):
         raise KeptStateError(read_and_assigned(name))
-    captured = replace(captured, parts_read=_parts_read(captured, model_copy))
+    sets = {model_copy.full_name(str(one)): value for one, value in state.others.items()}
+    plain = {name: value for name, value in sets.items() if isinstance(value, PLAIN)}
+    captured = replace(
+        captured,
+        parts_read=_parts_read(captured, model_copy),
+        plain_sets=plain,
+        other_sets=frozenset(sets).difference(plain),
+    )
     for name in captured.parts_read & model_copy.stored:
         raise NoGraphError(
             f"the call reads a part of {name}, which other calls store: a graph would always read the same"

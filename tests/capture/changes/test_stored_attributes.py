@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -609,7 +610,7 @@ def test_calls_of_another_structure_read_what_is_stored() -> None:
 @pytest.mark.filterwarnings("ignore:this call stores 'kept', which others read")
 @pytest.mark.parametrize("ask_first", [False, True])
 @torch.no_grad()
-def test_reading_a_part_of_a_stored_value_has_no_graph(ask_first: bool) -> None:
+def test_reading_a_part_of_what_is_stored(ask_first: bool) -> None:
     model = Asks("list")
     if ask_first:
         model(X)
@@ -624,3 +625,81 @@ def test_reading_a_part_of_a_stored_value_has_no_graph(ask_first: bool) -> None:
         for ask in (False, True):  # warnings, such as of a retrace, are errors
             found, expected = placed(scale * X, ask=ask), eager(scale * X, ask=ask)
             assert torch.allclose(found, expected, atol=1e-5)
+
+
+class Resets(nn.Module):
+    """A state that calls of another structure set to something else."""
+
+    def __init__(self, to: str) -> None:
+        super().__init__()
+        self.linear, self.hidden, self.to = nn.Linear(8, 8), torch.zeros(4, 8), to
+        self.first = torch.ones(4, 8)
+
+    def forward(self, x: torch.Tensor, begins: bool = False) -> torch.Tensor:
+        if begins:
+            self.hidden = None if self.to == "none" else self.first
+            return self.linear(x)
+        before = torch.zeros(4, 8) if self.hidden is None else self.hidden
+        self.hidden = torch.tanh(self.linear(x) + before)
+        return self.hidden
+
+
+@pytest.mark.filterwarnings("ignore::graphplan.GraphplanWarning")
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("to", ["none", "first"])
+@torch.no_grad()
+def test_states_that_another_structure_sets_equal_eager(to: str, begins: bool) -> None:
+    model = Resets(to)
+    eager = copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X, begins))
+    for count in range(7):
+        x, first = torch.randn(4, 8), count % 3 == 2
+        assert torch.allclose(placed(x, first), eager(x, first), atol=1e-5)
+
+
+class Experts(nn.Module):
+    """Has an auxiliary loss in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.aux = nn.Linear(8, 8), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        self.aux = h.mean() if self.training else None
+        return h
+
+
+def test_attribute_of_one_mode_is_none_in_another() -> None:
+    placed = graphplan.partition(Experts(), {"cpu": "1MiB"}, (X,), strict=True, grad=True)
+    for mode in (True, False, True, False):
+        result = placed.train(mode)(X)
+        assert (placed.aux is not None) == mode
+        (result.sum() + (placed.aux if mode else 0)).backward()
+
+
+class Counts(nn.Module):
+    """Counts its calls in a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(8, 8), torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count = self.count + 1
+        return self.linear(x) + self.count
+
+
+@torch.no_grad()
+def test_threads_update_a_state_one_after_the_other() -> None:
+    placed = graphplan.partition(Counts(), {"cpu": "1MiB"}, (X,), strict=True)
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                placed(X)
+
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(run) for _ in range(4)]:
+            future.result()
+    assert placed.count.item() == 80
