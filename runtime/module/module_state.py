@@ -221,8 +221,8 @@ class ModuleState:
             for one, other in permutations(self.programs, 2):  # of calls=
                 if (name := one.conflict(other)) is not None:
                     raise NoGraphError(
-                        f"one of calls= stores {name}, and another reads a part of it or sets it otherwise: leave "
-                        "one of them out, so that it is traced when it is called"
+                        f"one of calls= stores {name}, and another reads a part of it or sets it otherwise: "
+                        "leave one of them out, so that it is traced when it is called"
                     )
 
     def new_reader(self, module: nn.Module) -> ModeReader:

@@ -657,6 +657,13 @@ def test_states_that_another_structure_sets_equal_eager(to: str, begins: bool) -
         assert torch.allclose(placed(x, first), eager(x, first), atol=1e-5)
 
 
+@torch.no_grad()
+def test_conflict_between_given_calls_is_an_error() -> None:
+    calls = [((X,), {}), ((X, True), {})]
+    with pytest.raises(graphplan.NoGraphError, match="one of calls= stores hidden, and another"):
+        graphplan.partition(Resets("first"), {"cpu": "1MiB"}, calls=calls)
+
+
 class Experts(nn.Module):
     """Has an auxiliary loss in training only."""
 
