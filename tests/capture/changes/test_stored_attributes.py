@@ -661,7 +661,7 @@ def test_states_that_another_structure_sets_equal_eager(to: str, begins: bool) -
 def test_conflict_between_given_calls_is_an_error() -> None:
     calls = [((X,), {}), ((X, True), {})]
     with pytest.raises(graphplan.NoGraphError, match="one of calls= stores hidden, and another"):
-        graphplan.partition(Resets("first"), {"cpu": "1MiB"}, calls=calls)
+        graphplan.partition(Resets("first"), {"cpu": "1MiB"}, calls=calls, strict=True)
 
 
 class Experts(nn.Module):
