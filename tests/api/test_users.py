@@ -1005,6 +1005,7 @@ def test_forward_that_reads_random_state_is_not_traced(name: str) -> None:
         assert torch.allclose(found, model(X), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_saving_a_model_keeps_its_modes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

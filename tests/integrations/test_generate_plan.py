@@ -188,6 +188,7 @@ def check_one_made_elsewhere(model: Any, placed: Any, ids: torch.Tensor) -> None
     assert {layer.keys.device.type for layer in cache.layers} == {"sim"}
 
 
+@pytest.mark.slow
 def test_cache_that_autograd_computed_has_one_trace() -> None:
     """Regression: an example cache that was computed without ``no_grad`` made a trace for each length."""
     model = build("llama")

@@ -127,6 +127,7 @@ def test_loaded_model_runs_on_its_planned_devices(stem: str, tmp_path: Path) -> 
     assert_same_tensors(type(model).from_pretrained(tmp_path / "again"), theirs)
 
 
+@pytest.mark.slow
 def test_the_first_call_places_a_loaded_model(tmp_path: Path) -> None:
     (architecture,) = [a for a in TABLE if a.stem == "ViT"]
     model, inputs = architecture.build()
@@ -315,6 +316,7 @@ def test_unknown_arguments_of_load_raise(tmp_path: Path) -> None:
             graphplan.load(tmp_path, {"cpu": "1GiB"}, **{name: value})
 
 
+@pytest.mark.slow
 def test_given_configuration_is_used(tmp_path: Path) -> None:
     model = small_llama()
     model.save_pretrained(tmp_path)

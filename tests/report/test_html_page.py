@@ -312,6 +312,7 @@ def test_hovering_an_operation_shows_its_cost(show: Open) -> None:
     assert "modeling_llama.py:" in tip
 
 
+@pytest.mark.slow
 def test_search_finds_a_parameter_a_module_and_an_operation(show: Open) -> None:
     plan = llama_plan()
     opened = show(plan)
@@ -574,6 +575,7 @@ def test_page_shows_measured_and_estimated_call(show: Open, tmp_path: Path) -> N
     opened.shoot("measured", whole=True)
 
 
+@pytest.mark.slow
 def test_selected_table_rows_mark_graph_and_charts(show: Open) -> None:
     plan = llama_plan()
     opened = show(plan)

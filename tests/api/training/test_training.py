@@ -532,6 +532,7 @@ def two_steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

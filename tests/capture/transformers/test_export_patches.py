@@ -45,6 +45,7 @@ def test_images_of_several_sizes_are_kept_apart(name: str) -> None:
         assert graphs == [1, 2, 2, 3, 3]  # for images of one size, of several, and any number of these
 
 
+@pytest.mark.slow
 @needs("torch", "2.12", "a slice of an open size cannot be traced")
 def test_sizes_fixed_by_exporter_are_retraced() -> None:
     config = transformers.PixtralVisionConfig(

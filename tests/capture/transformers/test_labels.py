@@ -30,6 +30,7 @@ def labelled(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.masked_fill(ids % 3 == 0, -100)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "grad"),
     [

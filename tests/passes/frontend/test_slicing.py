@@ -552,6 +552,7 @@ def test_parts_are_read_from_a_checkpoint(tmp_path: Path) -> None:
             assert relative(copy.deepcopy(placed.graph_module)(x)[0], model(x)) <= 1e-6
 
 
+@pytest.mark.slow
 def test_weight_that_exceeds_budget_by_allocator_overhead_is_sliced() -> None:
     """CUDA's allocator may take 1 MiB more than a large weight has."""
     model = nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 256))

@@ -267,6 +267,7 @@ def test_local_search_prices_gradients() -> None:
         assert search._added_seconds(operations, device) == pytest.approx(expected, abs=1e-15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problems", [300, pytest.param(2000, marks=pytest.mark.slow)])
 def test_nothing_fits_where_room_is_lacking(problems: int) -> None:
     """Shares of the budgets are chosen so that some problems lack room, and others do not."""

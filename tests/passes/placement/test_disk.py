@@ -84,6 +84,7 @@ def test_disk_link_accepts_all_names_of_the_cpu() -> None:
     assert plans[0].makespan == plans[1].makespan > BLOCK / 1e6
 
 
+@pytest.mark.slow
 @pytest.mark.full_search
 def test_accelerator_without_memory_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: it was searched for streamed weights, and without it a smaller part of the CPU was used."""
@@ -95,6 +96,7 @@ def test_accelerator_without_memory_is_not_searched(monkeypatch: pytest.MonkeyPa
     assert {"cpu", "disk"} == set(plans[0].placement.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1.0, 1.3, 2.1])
 def test_tight_accelerator_budget_uses_the_disk(blocks: float) -> None:
     budgets = {0: int(blocks * BLOCK), "cpu": BLOCK // 2, "disk": 1 << 20}
@@ -449,6 +451,7 @@ def test_copies_and_saved_files_are_whole(saved: Any, tmp_path: Path) -> None:
             assert largest_difference(again(X), model(X)) < 1e-5
 
 
+@pytest.mark.slow
 def test_further_structures_use_the_same_file(saved: Any) -> None:
     model, path = saved
     for budgets in BUDGETS.values():

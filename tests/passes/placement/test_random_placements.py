@@ -128,6 +128,7 @@ def needs_disk(problem: Problem) -> bool:
     return problem.graph.weight_bytes > sum(spec.room for spec in problem.topology.computing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks(20, quick=2))
 def test_problems_with_a_disk(block: int) -> None:
     """Regression (block 21, where the disk's link is faster than the CPU's): the bound was false."""

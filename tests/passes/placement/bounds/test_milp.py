@@ -189,6 +189,7 @@ def test_bound_includes_the_copies_of_streamed_weights() -> None:
         assert found >= 0.95 * (24 - held) * 4 * MIB / 5e9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 20), marks=pytest.mark.slow)])
 def test_more_devices_or_memory_never_raise_the_bound(seeds: range) -> None:
     for seed in seeds:

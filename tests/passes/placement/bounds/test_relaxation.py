@@ -33,6 +33,7 @@ def improved(arrays: Arrays, target_bound: float = math.inf) -> Relaxation:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [80, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_bound_is_not_above_the_best_placement(count: int) -> None:
     compared, tight = 0, 0

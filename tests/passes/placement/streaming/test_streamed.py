@@ -325,6 +325,7 @@ def test_weights_in_place_of_a_slot_free_cpu_memory() -> None:
     assert climb_streamed(Arrays(problem), start, few_moves).feasible
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_plan_is_as_fast_within_its_cpu_peak(seed: int) -> None:
     draw = random.Random(seed)
