@@ -87,6 +87,40 @@ def test_changed_state_equals_eager() -> None:
     assert largest_difference(placed.last.cpu(), model.last) < CLOSE
 
 
+class Stores(nn.Module):
+    """Stores the result of each layer, a loss, and a state that the next call reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.state = layers(24), torch.zeros(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = torch.tanh(self.state + x.mean(0))
+        self.results = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + self.state
+            self.results.append(x)
+        self.loss = x.square().mean()
+        return x
+
+
+@torch.no_grad()
+def test_stored_tensors_stay_on_the_gpu_within_the_budget() -> None:
+    model = Stores().eval()
+    eager, budgets = copy.deepcopy(model), half_on_the_gpu(model)
+    placed = graphplan.partition(model, budgets, (X,), strict=True, cpu_compute=False)
+    placed(X), eager(X)  # allocates the workspaces of cuBLAS
+    for scale in (1.0, 0.5):
+        result, peak = peak_of(lambda scale=scale: placed(scale * X))
+        assert largest_difference(result, eager(scale * X)) < CLOSE
+        assert peak <= budgets[0]
+        for found, expected in zip(placed.results, eager.results, strict=True):
+            assert found.is_cuda
+            assert largest_difference(found.cpu(), expected) < CLOSE
+        assert largest_difference(placed.state.cpu(), eager.state) < CLOSE
+        assert largest_difference(placed.loss, eager.loss) < CLOSE
+
+
 class Autoencoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
