@@ -85,6 +85,7 @@ class Capture:
         parts_read: other attributes, of which constants are views or items.
         plain_sets: attribute -> the plain value, such as None, to which a call sets it.
         other_sets: the other attributes that a call sets, and does not store.
+        growing: stored lists and dicts that calls extend, which are empty for each call of a graph.
         branches: branches of the model's code on values of weights.
         step: the training step, if forward and backward are in the graph; nodes of the latter have
             ``backward`` in their ``meta``, and gradients follow the results.
@@ -108,6 +109,7 @@ class Capture:
     parts_read: frozenset[str] = frozenset()
     plain_sets: Mapping[str, Any] = field(default_factory=dict)
     other_sets: frozenset[str] = frozenset()
+    growing: frozenset[str] = frozenset()
     branches: tuple[Branch, ...] = ()
     step: TrainingStep | None = None
 

@@ -62,6 +62,7 @@ def lower_planned(
         parts_read=captured.parts_read,
         plain_sets=captured.plain_sets,
         other_sets=captured.other_sets,
+        growing=captured.growing,
         branches=captured.branches,
         inputs=tuple(captured.inputs.index(name) for name in (*inputs, *_cache_names(captured, graph))),
         cache_tensors=_cache_tensors(planned, topology),

@@ -241,7 +241,10 @@ class ModuleState:
     def attribute_values(self) -> AttributeValues:
         """Return the attributes that may have changed without a change of the graphs."""
         assert self.guard is not None
-        return AttributeValues(self.guard.values, {name: value.get() for name, value in self.stored.items()})
+        stored = {name: value.get() for name, value in self.stored.items()}
+        growing = frozenset[str]().union(*(program.growing for program in self.programs))
+        emptied = {name: type(stored[name])() for name in growing if isinstance(stored[name], list | dict)}
+        return AttributeValues(self.guard.values, stored | emptied)
 
     def stored_change(self) -> str | None:
         """Return a description of a change of an attribute in which calls store tensors; None without one."""

@@ -74,6 +74,7 @@ class Program:
         parts_read: other attributes, of which constants are views or items.
         plain_sets: attribute -> the plain value, such as None, to which a call sets it.
         other_sets: the other attributes that a call sets, and does not store.
+        growing: stored lists and dicts that calls extend, which are empty for each call of a graph.
         branches: branches of the model's code that were decided by weights in the trace.
         trace: the trace; programs for other sizes may have the same.
         attributes: name -> module that the code calls: a graph of a control-flow operation, a stage.
@@ -114,6 +115,7 @@ class Program:
     parts_read: frozenset[str] = frozenset()
     plain_sets: Mapping[str, Any] = field(default_factory=dict)
     other_sets: frozenset[str] = frozenset()
+    growing: frozenset[str] = frozenset()
     branches: tuple[Branch, ...] = ()
 
     @property

@@ -58,6 +58,7 @@ def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Ca
         parts_read=_parts_read(captured, model_copy),
         plain_sets=plain,
         other_sets=frozenset(sets).difference(plain),
+        growing=frozenset(model_copy.full_name(str(one)) for one in state.growing),
     )
     for name in captured.parts_read & model_copy.stored:
         raise NoGraphError(

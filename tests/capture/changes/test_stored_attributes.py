@@ -18,6 +18,7 @@ import graphplan
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 SHAPES = [(4, 8), (4, 8), (6, 8), (4, 8)]
+SGD: dict[str, Any] = {"train": True, "optimizer": torch.optim.SGD}
 
 
 class Attends(nn.Module):
@@ -189,6 +190,14 @@ def test_growing_list_has_what_the_last_call_added() -> None:
             one[0].kept.clear()
 
 
+@pytest.mark.filterwarnings("ignore:.*kept grows with each call")
+def test_growing_list_of_a_training_model_of_several_sizes() -> None:
+    placed = graphplan.partition(nn.Sequential(Grows()), {"cpu": "1MiB"}, (X,), strict=True, **SGD)
+    for rows in (4, 6, 4):
+        placed(torch.randn(rows, 8)).sum().backward()
+        assert len(placed[0].kept) == 1
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @torch.no_grad()
 def test_tables_and_weights_that_hooks_compute_are_not_stored() -> None:
@@ -247,7 +256,6 @@ def of_shares(model: Any) -> torch.Tensor:
     return model[0].shares.square().sum().cpu() + model[1].loss.cpu()
 
 
-SGD: dict[str, Any] = {"train": True, "optimizer": torch.optim.SGD}
 TRAINED = [
     ({"grad": True}, auxiliary),
     ({"grad": True}, of_shares),
