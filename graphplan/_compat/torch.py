@@ -17,6 +17,9 @@ from torch.fx import _symbolic_trace
 from torch.fx.experimental import _config as symbolic_config
 from torch.nn.modules import module as nn_module
 from torch.nn.modules import transformer
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _python_dispatch as python_dispatch
 from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
@@ -414,3 +417,10 @@ def mark_backward_nodes(roots: Sequence[Any]) -> None:
     """
     tracing = importlib.import_module("torch._functorch._aot_autograd.logging_utils")  # here: it is slow
     private(tracing, "setup_stacktrace_preservation_hooks", "torch")(roots)
+
+
+def computed_weight(hook: Any) -> str | None:
+    """Return the attribute that a hook of ``torch.nn.utils`` computes before each call; None for others."""
+    if isinstance(hook, WeightNorm | SpectralNorm):
+        return hook.name
+    return private(hook, "_tensor_name", "torch") if isinstance(hook, BasePruningMethod) else None

@@ -16,6 +16,7 @@ import torch
 from graphplan.capture.structure import Seen, flatten, map_leaves
 
 _ABSENT = object()
+_CHANGED_IN_PLACE = (list, dict, deque)
 
 
 class StoredValue:
@@ -70,7 +71,7 @@ class StoredValue:
         """Set the attribute, or the contents of the list or dict that it holds if ``in_place``."""
         self._expect(value)
         held: Any = self._owner.get(self._name)
-        if not in_place or type(held) is not type(value) or not isinstance(held, list | dict | deque):
+        if not in_place or type(held) is not type(value) or not isinstance(held, _CHANGED_IN_PLACE):
             self._owner[self._name] = value
         else:
             held.clear()
@@ -78,9 +79,9 @@ class StoredValue:
 
     def clear(self, value: Any, *, in_place: bool) -> None:
         """Release the tensors: set ``value``, or empty the list or dict that the attribute holds."""
-        held: Any = self._owner.get(self._name)
-        is_filled = in_place and isinstance(held, list | dict | deque)
-        self.replace(type(held)() if is_filled else value, in_place=in_place)
+        held = self._owner.get(self._name)
+        is_filled = in_place and isinstance(held, _CHANGED_IN_PLACE)
+        self.replace(emptied(held) if is_filled else value, in_place=in_place)
 
     def move_to_host(self) -> None:
         """Move the tensors to CPU memory."""
@@ -92,6 +93,11 @@ class StoredValue:
                 lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, held, Seen()
             )
             self.replace(moved, in_place=True)
+
+
+def emptied(value: Any) -> Any:
+    """Return an empty container in place of one that calls change in place; any other value as it is."""
+    return type(value)() if isinstance(value, _CHANGED_IN_PLACE) else value
 
 
 def _layout(value: Any) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from graphplan.errors import NoGraphError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.module_by_module import ModularCalls, Untraced
 from graphplan.runtime.memory.gradient_copies import GradientCopies
-from graphplan.runtime.memory.stored_tensors import StoredPlace, StoredValue
+from graphplan.runtime.memory.stored_tensors import StoredPlace, StoredValue, emptied
 from graphplan.runtime.module.dispatch_cache import Route
 from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.program import Program
@@ -243,8 +243,7 @@ class ModuleState:
         assert self.guard is not None
         stored = {name: value.get() for name, value in self.stored.items()}
         growing = frozenset[str]().union(*(program.growing for program in self.programs))
-        emptied = {name: type(stored[name])() for name in growing if isinstance(stored[name], list | dict)}
-        return AttributeValues(self.guard.values, stored | emptied)
+        return AttributeValues(self.guard.values, stored | {name: emptied(stored[name]) for name in growing})
 
     def stored_change(self) -> str | None:
         """Return a description of a change of an attribute in which calls store tensors; None without one."""

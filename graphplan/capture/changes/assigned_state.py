@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from graphplan._compat.torch import computed_weight
 from graphplan.capture.changes.assigned_data import AssignedData
 from graphplan.capture.changes.assigned_writes import ASSIGNS
 from graphplan.capture.changes.attribute_data import data_in, objects_in
@@ -367,8 +368,7 @@ def nothing_from_before(label: str, name: str, change: str) -> str:
 
 def _computed_by_hook(attributes: Mapping[str, Any], name: str) -> bool:
     """Whether a hook of ``torch.nn.utils`` computes an attribute from parameters before each call."""
-    hooks = attributes.get("_forward_pre_hooks", {}).values()
-    return any(getattr(hook, "name", getattr(hook, "_tensor_name", None)) == name for hook in hooks)
+    return any(computed_weight(hook) == name for hook in attributes.get("_forward_pre_hooks", {}).values())
 
 
 def _share_any(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

@@ -198,10 +198,12 @@ def test_growing_list_of_a_training_model_of_several_sizes() -> None:
         assert len(placed[0].kept) == 1
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @torch.no_grad()
 def test_tables_and_weights_that_hooks_compute_are_not_stored() -> None:
-    model = nn.Sequential(Lazy(), nn.utils.weight_norm(nn.Linear(8, 8)))
+    normed = nn.utils.weight_norm(nn.Linear(8, 8)), nn.utils.spectral_norm(nn.Linear(8, 8))
+    pruned = nn.utils.prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5)
+    model = nn.Sequential(Lazy(), *normed, pruned).eval()
     eager = copy.deepcopy(model)
     placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
     for scale in (1.0, 2.0):
