@@ -12,7 +12,7 @@ from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import assign_weights, on_one_device
 
-_SLOW = 5.0  # ratio to the time with room: some operations on the CPU take a few times as long
+_SLOW = 2.0  # ratio to the time with room: beyond it, most of the time is for lack of memory
 
 
 def seconds_with_room(plan: PlanData) -> float:
