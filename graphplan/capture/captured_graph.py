@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import rename_node, reserve_name
 from graphplan.capture.signature import BoundCall, InputSignature
-from graphplan.capture.structure import Returned, Stored, StoredAttribute, flatten, stored_in
+from graphplan.capture.structure import Returned, Stored, StoredAttribute, TensorPresence, flatten, stored_in
 from graphplan.capture.value_branches import Branch
 
 OWN_NAMES = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph())))
@@ -87,6 +87,7 @@ class Capture:
         other_sets: the other attributes that a call sets, and does not store.
         growing: stored lists and dicts that calls extend, which are empty for each call of a graph.
         branches: branches of the model's code on values of weights.
+        presence: which attributes had tensors in the trace.
         step: the training step, if forward and backward are in the graph; nodes of the latter have
             ``backward`` in their ``meta``, and gradients follow the results.
     """
@@ -111,6 +112,7 @@ class Capture:
     other_sets: frozenset[str] = frozenset()
     growing: frozenset[str] = frozenset()
     branches: tuple[Branch, ...] = ()
+    presence: TensorPresence = field(default_factory=TensorPresence)
     step: TrainingStep | None = None
 
     @property

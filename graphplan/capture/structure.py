@@ -349,6 +349,38 @@ class Stored:
     attributes: dict[StoredAttribute, Any]
 
 
+def has_tensors(value: Any) -> bool:
+    """Whether the value of an attribute is a tensor, or has tensors in its containers."""
+    if value is None or isinstance(value, torch.Tensor):
+        return value is not None
+    return any(isinstance(leaf, torch.Tensor) for leaf in flatten(value, Seen())[0])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorPresence:
+    """Which attributes of modules have tensors before and after a traced call.
+
+    Code may ask whether an attribute has a tensor yet, as in ``if self.memory is None``. So a graph serves
+    calls only while attributes have tensors as before its trace, or as after it: a second trace has shown
+    that the next call is the same.
+
+    Attributes:
+        before: names of the attributes that had tensors before the call.
+        after: names of those that have tensors after it.
+    """
+
+    before: frozenset[str] = frozenset()
+    after: frozenset[str] = frozenset()
+
+    def allows(self, values: Iterable[tuple[str, Any]]) -> bool:
+        """Whether the graph serves calls while attributes, given by name, have these values."""
+        present = [(name, has_tensors(value)) for name, value in values]
+        return any(
+            all((name in known) == is_there for name, is_there in present)
+            for known in (self.after, self.before)
+        )
+
+
 def stored_in(spec: pytree.TreeSpec) -> tuple[StoredAttribute, ...]:
     """Return the attributes in which a call with a result of this structure stores tensors."""
     inner = spec.children()[0] if spec.type is Returned else spec

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from graphplan.capture.captured_graph import Capture, without_stored
 from graphplan.capture.changes.assigned_state import KeptStateError, read_and_assigned
+from graphplan.capture.changes.stored_values import attributes_with_tensors
 from graphplan.capture.differentiate import differentiate
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights
@@ -18,7 +19,7 @@ from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
 from graphplan.capture.sizes.decided_sizes import EquatedSizeError
 from graphplan.capture.sizes.size_limits import bounded, exceeds_slightly
-from graphplan.capture.structure import reachable, stored_in
+from graphplan.capture.structure import TensorPresence, reachable, stored_in
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracing import capture
 from graphplan.capture.value_branches import is_integer_tensor, same_answers
@@ -100,9 +101,11 @@ class Captures:
         for known in self.captured:
             if known.modes == modes and known.capture.entry == call.entry:
                 mismatch = known.capture.signature.mismatch(call)
-                if mismatch is None and same_answers(known.capture.branches, self.model_copy.current):
+                if mismatch is None:
+                    mismatch = self._why_traced_again(known.capture)
+                if mismatch is None:
                     return known
-                mismatches.append((known, mismatch or "weights on which its code branches have changed"))
+                mismatches.append((known, mismatch))
         alike = [one for one in mismatches if one[0].capture.signature.spec == call.spec]
         if self.captured:
             reasons = (why for _, why in (*reversed(alike), *mismatches))
@@ -121,9 +124,20 @@ class Captures:
             sizes |= known.varies and bool(differing - {0, 1} if step else differing)
         enter_stage("trace")
         traced = self._trace(call, vary=vary, sizes=sizes)
+        before = attributes_with_tensors(self.model_copy.module)
+        after = before.union(map(str, traced.stored.values())).difference(traced.plain_sets)
+        traced = replace(traced, presence=TensorPresence(before, after))
         self.captured.append(Captured(modes, traced, [], vary))
         self.model_copy.enter(modes)  # tracing runs forward, which may fill in missing configuration
         return self.captured[-1]
+
+    def _why_traced_again(self, known: Capture) -> str | None:
+        """Return what has changed that code may branch on; None if a capture still serves its calls."""
+        if not same_answers(known.branches, self.model_copy.current):
+            return "weights on which its code branches have changed"
+        if not known.presence.allows(self.model_copy.stored_values):
+            return "attributes have tensors that had none, or have none any more"
+        return None
 
     def _trace(self, call: BoundCall, *, vary: bool, sizes: bool) -> Capture:
         """Trace a call; trace a training step for the sizes of this call alone if its sizes cannot vary."""

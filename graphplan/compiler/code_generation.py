@@ -64,6 +64,7 @@ def lower_planned(
         other_sets=captured.other_sets,
         growing=captured.growing,
         branches=captured.branches,
+        presence=captured.presence,
         inputs=tuple(captured.inputs.index(name) for name in (*inputs, *_cache_names(captured, graph))),
         cache_tensors=_cache_tensors(planned, topology),
         changed_names=captured.changed_names,

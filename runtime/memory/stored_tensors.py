@@ -15,16 +15,20 @@ import torch
 
 from graphplan.capture.structure import Seen, flatten, map_leaves
 
-_ABSENT = object()
 _CHANGED_IN_PLACE = (list, dict, deque)
 
 
 class StoredValue:
-    """An attribute in which one or several graphs store tensors."""
+    """An attribute in which one or several graphs store tensors.
+
+    ``grows`` says whether it is a list or dict that calls extend: it is empty for each trace.
+    """
+
+    grows = False
 
     def __init__(self, owner: dict[str, Any], name: str) -> None:
         self._owner, self._name = owner, name
-        self._traced = _layout(owner.get(name, _ABSENT))
+        self._traced = _layout(owner.get(name))
         self._stored = [self._traced]  # the last two: other threads check while one stores
         self._constants: list[torch.Tensor] = []
         self._copied: tuple[weakref.ref[torch.Tensor], int] | None = None  # to the constants, and its version
@@ -33,15 +37,21 @@ class StoredValue:
         """Return what the attribute is now; None if the module does not have it."""
         return self._owner.get(self._name)
 
+    def to_trace(self) -> Any:
+        """Return what a trace finds in the attribute."""
+        return emptied(self.get()) if self.grows else self.get()
+
     def is_expected(self) -> bool:
         """Whether the attribute is like what a call has stored, or what it was when the graphs were traced.
 
         Tensors are alike if they have one shape and type: code may branch on these. What graphs read must be
-        like their constants.
+        like their constants. Other graphs serve calls while the attribute is None.
         """
-        if not self._constants:
-            return _layout(self._owner.get(self._name, _ABSENT)) in (*self._stored, self._traced)
         held = self.get()
+        if held is None:
+            return True
+        if not self._constants:
+            return _layout(held) in (*self._stored, self._traced)
         is_plain = isinstance(held, torch.Tensor) and not held.requires_grad
         return is_plain and all((one.dtype, one.shape) == (held.dtype, held.shape) for one in self._constants)
 
@@ -51,9 +61,9 @@ class StoredValue:
 
     def update_constants(self) -> None:
         """Copy the tensor to the constants of graphs that read it, unless they have its values."""
-        if not self._constants:
+        held: torch.Tensor | None = self.get()
+        if held is None or not self._constants:
             return
-        held: torch.Tensor = self.get()
         version = 0 if held.is_inference() else held._version
         if self._copied is None or self._copied[0]() is not held or self._copied[1] != version:
             for constant in self._constants:
@@ -62,7 +72,7 @@ class StoredValue:
 
     def accept(self) -> None:
         """Take what the attribute is for what a call has stored."""
-        self._expect(self._owner.get(self._name, _ABSENT))
+        self._expect(self.get())
 
     def _expect(self, value: Any) -> None:
         self._stored = [self._stored[-1], _layout(value)]

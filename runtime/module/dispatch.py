@@ -193,7 +193,7 @@ class _ProgramSearch:
         if cached.route is None or program.entry != request.entry or program.modes != self.modes:
             return None
         leaves = cached.route.leaves(request.args, request.kwargs, program.host)
-        if leaves is None or not program.accepts(leaves, self.module):
+        if leaves is None or not self._accepts(program, leaves):
             return None
         keys = cached.changed_arguments
         changed = {n: request.args[k] if isinstance(k, int) else request.kwargs[k] for n, k in keys}
@@ -236,16 +236,17 @@ class _ProgramSearch:
         for index in chain(likely, _smallest_first(self.state)):
             program = self.state.programs[index]
             fits = self._is_like(program) and device in (None, program.host)
-            if (
-                fits
-                and program.signature.mismatch(call) is None
-                and program.accepts(call.leaves, self.module)
-            ):
+            if fits and program.signature.mismatch(call) is None and self._accepts(program, call.leaves):
                 return index
         return self.find_modular()
 
     def _is_like(self, program: Program) -> bool:
         return program.entry == self.request.entry and program.modes == self.modes
+
+    def _accepts(self, program: Program, leaves: Sequence[Any]) -> bool:
+        """Whether caches are where the program expects them, and code branches as in its trace."""
+        values = ((name, value.to_trace()) for name, value in self.state.stored.items())
+        return program.accepts(leaves, self.module) and program.presence.allows(values)
 
     @outside_inference_mode
     def _capture(self) -> int | ServedByModules:

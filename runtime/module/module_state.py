@@ -23,7 +23,7 @@ from graphplan.errors import NoGraphError
 from graphplan.ir.plan_data import PlanData
 from graphplan.runtime.fallback.module_by_module import ModularCalls, Untraced
 from graphplan.runtime.memory.gradient_copies import GradientCopies
-from graphplan.runtime.memory.stored_tensors import StoredPlace, StoredValue, emptied
+from graphplan.runtime.memory.stored_tensors import StoredPlace, StoredValue
 from graphplan.runtime.module.dispatch_cache import Route
 from graphplan.runtime.module.module_guard import ModuleGuard
 from graphplan.runtime.module.program import Program
@@ -232,18 +232,18 @@ class ModuleState:
     def expect_stored(self, module: nn.Module) -> None:
         """Expect the programs so far to store tensors in attributes of the module."""
         assert self.guard is not None
-        for attribute in (attribute for program in self.programs for attribute in program.stored):
-            owner, name = vars(module.get_submodule(attribute.path)), str(attribute)
-            value = self.stored.setdefault(name, StoredValue(owner, attribute.name))
+        for name in set[str]().union(*(program.stored_names for program in self.programs)):
+            path, _, attribute = name.rpartition(".")
+            value = self.stored.setdefault(name, StoredValue(vars(module.get_submodule(path)), attribute))
+            value.grows = any(name in program.growing for program in self.programs)
             value.is_read_as([one for program in self.programs for one in program.constants_of(name)])
         self.guard.leave_out(module, frozenset(self.stored))
 
     def attribute_values(self) -> AttributeValues:
         """Return the attributes that may have changed without a change of the graphs."""
         assert self.guard is not None
-        stored = {name: value.get() for name, value in self.stored.items()}
-        growing = frozenset[str]().union(*(program.growing for program in self.programs))
-        return AttributeValues(self.guard.values, stored | {name: emptied(stored[name]) for name in growing})
+        stored = {name: value.to_trace() for name, value in self.stored.items()}
+        return AttributeValues(self.guard.values, stored)
 
     def stored_change(self) -> str | None:
         """Return a description of a change of an attribute in which calls store tensors; None without one."""

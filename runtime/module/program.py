@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.model.model_weights import weight_at
 from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import InputSignature
-from graphplan.capture.structure import StoredAttribute, stored_in
+from graphplan.capture.structure import StoredAttribute, TensorPresence, stored_in
 from graphplan.capture.value_branches import Branch, same_answers
 from graphplan.ir.plan_data import PlanData
 
@@ -72,10 +72,12 @@ class Program:
         constant_attributes: constant -> attribute of the model that holds it, such as ``"model.offset"``,
             and whose present values the constant must have; None if the trace branched on values.
         parts_read: other attributes, of which constants are views or items.
-        plain_sets: attribute -> the plain value, such as None, to which a call sets it.
+        plain_sets: attribute -> the plain value, such as None, to which a call sets it; it is set if a call
+            stores tensors in it, or if it had some in the trace.
         other_sets: the other attributes that a call sets, and does not store.
         growing: stored lists and dicts that calls extend, which are empty for each call of a graph.
         branches: branches of the model's code that were decided by weights in the trace.
+        presence: which attributes had tensors in the trace.
         trace: the trace; programs for other sizes may have the same.
         attributes: name -> module that the code calls: a graph of a control-flow operation, a stage.
         inputs: for each placeholder, the index of its leaf.
@@ -117,11 +119,17 @@ class Program:
     other_sets: frozenset[str] = frozenset()
     growing: frozenset[str] = frozenset()
     branches: tuple[Branch, ...] = ()
+    presence: TensorPresence = field(default_factory=TensorPresence)
 
     @property
     def stored(self) -> tuple[StoredAttribute, ...]:
         """The attributes in which a call stores tensors."""
         return stored_in(self.out_spec)
+
+    @property
+    def stored_names(self) -> set[str]:
+        """Names of the attributes in which a call stores tensors, or that had some until the call."""
+        return {*map(str, self.stored), *self.presence.before.intersection(self.plain_sets)}
 
     def conflict(self, other: Program) -> str | None:
         """Return an attribute that this stores and the other reads in part, or sets to what is not stored."""

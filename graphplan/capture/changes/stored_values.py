@@ -7,10 +7,12 @@ from collections.abc import Container
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
-from graphplan.capture.structure import Seen, flatten
+from graphplan.capture.changes.attribute_snapshots import own_attributes
+from graphplan.capture.structure import Seen, flatten, has_tensors
 
 _CONTAINERS = (list, tuple, dict, OrderedDict, deque, namedtuple)
 _TRACED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -38,6 +40,16 @@ def can_store(value: Any, weights: Container[int], *, in_place: bool) -> bool:
 
 def _has_plain_containers(spec: pytree.TreeSpec) -> bool:
     return spec.is_leaf() or (spec.type in _CONTAINERS and all(map(_has_plain_containers, spec.children())))
+
+
+def attributes_with_tensors(model: nn.Module) -> frozenset[str]:
+    """Return the names of the attributes of modules that have tensors; parameters and buffers are none."""
+    return frozenset(
+        f"{path}.{name}" if path else name
+        for path, part in model.named_modules()
+        for name, value in own_attributes(part).items()
+        if has_tensors(value)
+    )
 
 
 def keeps_shape_and_type(before: Any, after: Any) -> bool:

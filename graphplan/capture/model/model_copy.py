@@ -233,6 +233,13 @@ class ModelCopy:
         self._find_attributes()
         self.stored |= values.stored.keys()
 
+    @property
+    def stored_values(self) -> Iterator[tuple[str, Any]]:
+        """Names and values of the attributes in which calls store tensors."""
+        for name in self.stored:
+            path, _, attribute = name.rpartition(".")
+            yield name, vars(self.module.get_submodule(path)).get(attribute)
+
     def warn_once(self, text: str) -> None:
         """Warn, unless this text was given before."""
         if text not in self.warned:

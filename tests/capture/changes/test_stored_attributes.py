@@ -617,6 +617,36 @@ def test_calls_of_another_structure_read_what_is_stored() -> None:
                 assert torch.allclose(found.cpu(), expected, atol=1e-5)
 
 
+class Recalls(nn.Module):
+    """Answers with what the last call of the other structure has stored, if there was one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(8, 8), None
+
+    def forward(self, x: torch.Tensor, ask: bool = False) -> torch.Tensor:
+        h = torch.tanh(self.linear(x))
+        if ask:
+            return h if self.kept is None else h + self.kept
+        self.kept = h
+        return h.sum()
+
+
+@pytest.mark.parametrize("together", [False, True])
+@torch.no_grad()
+def test_call_that_asked_before_anything_was_stored(together: bool) -> None:
+    # regression: the graph of the first question went on to find nothing
+    model, calls = Recalls(), [((X, True), {}), ((X,), {})]
+    eager = copy.deepcopy(model)
+    given = {"calls": calls} if together else {"args": calls[0][0]}
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, **given, strict=True)
+    for scale, ask in ((1.0, True), (2.0, False), (3.0, True), (4.0, False), (5.0, True)):
+        assert torch.allclose(placed(scale * X, ask), eager(scale * X, ask), atol=1e-5)
+    copied = copy.deepcopy(placed)
+    vars(copied)["kept"], eager.kept = None, None
+    assert torch.allclose(copied(X, ask=True), eager(X, ask=True), atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:this call stores 'kept', which others read")
 @pytest.mark.parametrize("ask_first", [False, True])
 @torch.no_grad()
@@ -687,9 +717,10 @@ class Experts(nn.Module):
         return h
 
 
-def test_attribute_of_one_mode_is_none_in_another() -> None:
-    placed = graphplan.partition(Experts(), {"cpu": "1MiB"}, (X,), strict=True, grad=True)
-    for mode in (True, False, True, False):
+@pytest.mark.parametrize("first", [True, False])
+def test_attribute_of_one_mode_is_none_in_another(first: bool) -> None:
+    placed = graphplan.partition(Experts().train(first), {"cpu": "1MiB"}, (X,), strict=True, grad=True)
+    for mode in (first, not first, first, not first, first):
         result = placed.train(mode)(X)
         assert (placed.aux is not None) == mode
         (result.sum() + (placed.aux if mode else 0)).backward()
