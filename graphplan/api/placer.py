@@ -22,7 +22,7 @@ from torch import nn
 
 from graphplan.analysis.plan import Plan
 from graphplan.api.eager_check import require_equal
-from graphplan.capture.changes.assigned_state import KeptStateError
+from graphplan.capture.changes.kept_state import KeptStateError
 from graphplan.capture.eager_run import saved_bytes
 from graphplan.capture.model.model_copy import AttributeValues, ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, tensor_bytes

@@ -86,6 +86,7 @@ class Capture:
         plain_sets: attribute -> the plain value, such as None, to which a call sets it.
         other_sets: the other attributes that a call sets, and does not store.
         growing: stored lists and dicts that calls extend, which are empty for each call of a graph.
+        serves_next: whether it serves the next call too, which finds what this one stores.
         branches: branches of the model's code on values of weights.
         presence: which attributes had tensors in the trace.
         step: the training step, if forward and backward are in the graph; nodes of the latter have
@@ -111,6 +112,7 @@ class Capture:
     plain_sets: Mapping[str, Any] = field(default_factory=dict)
     other_sets: frozenset[str] = frozenset()
     growing: frozenset[str] = frozenset()
+    serves_next: bool = True
     branches: tuple[Branch, ...] = ()
     presence: TensorPresence = field(default_factory=TensorPresence)
     step: TrainingStep | None = None

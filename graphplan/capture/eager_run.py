@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphplan._compat.torch import compiling, storage_of
-from graphplan.capture.changes.assigned_state import restored
 from graphplan.capture.changes.attribute_data import plain_tensors
+from graphplan.capture.changes.attribute_snapshots import restored
 from graphplan.capture.changes.code_caches import CodeCaches
 from graphplan.capture.model.function_references import untouched_by_hooks
 from graphplan.capture.model.model_copy import ModelCopy

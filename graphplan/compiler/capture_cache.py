@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from graphplan.capture.captured_graph import Capture, without_stored
-from graphplan.capture.changes.assigned_state import KeptStateError, read_and_assigned
+from graphplan.capture.changes.kept_state import READ_AND_ASSIGNED, KeptStateError
 from graphplan.capture.changes.stored_values import attributes_with_tensors
 from graphplan.capture.differentiate import differentiate
 from graphplan.capture.model.model_copy import ModelCopy
@@ -126,7 +126,7 @@ class Captures:
         traced = self._trace(call, vary=vary, sizes=sizes)
         before = attributes_with_tensors(self.model_copy.module)
         after = before.union(map(str, traced.stored.values())).difference(traced.plain_sets)
-        traced = replace(traced, presence=TensorPresence(before, after))
+        traced = replace(traced, presence=TensorPresence(before, after if traced.serves_next else before))
         self.captured.append(Captured(modes, traced, [], vary))
         self.model_copy.enter(modes)  # tracing runs forward, which may fill in missing configuration
         return self.captured[-1]
@@ -207,7 +207,7 @@ def _without_stored(capture: Capture, model_copy: ModelCopy) -> Capture:
     """
     for attribute in map(str, stored_in(capture.out_spec)):
         if attribute in (capture.attributes or {}).values():
-            raise KeptStateError(read_and_assigned(attribute))
+            raise KeptStateError.of(attribute, READ_AND_ASSIGNED)
         model_copy.warn_once(
             f"forward stores a tensor in {attribute}; a model over several machines does not. Return it if "
             "other code needs it"

@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from graphplan._compat.torch import is_view, refresh_flat_weights
-from graphplan.capture.changes.assigned_state import restored
 from graphplan.capture.changes.attribute_data import attributes_of
-from graphplan.capture.changes.attribute_snapshots import is_iterator, restore_attributes
+from graphplan.capture.changes.attribute_snapshots import is_iterator, restore_attributes, restored
 from graphplan.capture.eager_run import untouched
 from graphplan.capture.model_methods import method_of
 from graphplan.capture.parameter_attributes import attribute_tensors, custom_attributes, may_hold_tensors

@@ -37,6 +37,11 @@ class StoredValue:
         """Return what the attribute is now; None if the module does not have it."""
         return self._owner.get(self._name)
 
+    @property
+    def is_absent(self) -> bool:
+        """Whether the module does not have the attribute."""
+        return self._name not in self._owner
+
     def to_trace(self) -> Any:
         """Return what a trace finds in the attribute."""
         return emptied(self.get()) if self.grows else self.get()

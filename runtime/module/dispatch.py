@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graphplan.capture.changes.assigned_state import KeptStateError
+from graphplan.capture.changes.kept_state import KeptStateError
 from graphplan.capture.model.model_weights import weights_now
 from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.model_methods import RunAsItIs, UntracedMethodError

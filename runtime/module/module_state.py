@@ -242,8 +242,9 @@ class ModuleState:
     def attribute_values(self) -> AttributeValues:
         """Return the attributes that may have changed without a change of the graphs."""
         assert self.guard is not None
-        stored = {name: value.to_trace() for name, value in self.stored.items()}
-        return AttributeValues(self.guard.values, stored)
+        absent = {name for name, value in self.stored.items() if value.is_absent}
+        stored = {name: value.to_trace() for name, value in self.stored.items() if name not in absent}
+        return AttributeValues(self.guard.values, stored, absent)
 
     def stored_change(self) -> str | None:
         """Return a description of a change of an attribute in which calls store tensors; None without one."""

@@ -11,9 +11,11 @@ was::
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import isroutine
+from operator import is_not
 from typing import Any
 
 import numpy as np
@@ -194,3 +196,16 @@ def restore_attributes(before: Attributes) -> list[str]:
                 changed.append(name)
                 table[name] = original.restore()
     return changed
+
+
+@contextmanager
+def restored(tables: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Context manager that restores the entries of tables, and their order, at its exit."""
+    before = [(table, dict(table)) for table in tables]
+    try:
+        yield
+    finally:
+        for table, entries in before:
+            if list(table) != list(entries) or any(map(is_not, table.values(), entries.values())):
+                table.clear()
+                table.update(entries)

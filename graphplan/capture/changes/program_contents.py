@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,8 +45,13 @@ def writes_to_state(program: torch.export.ExportedProgram) -> list[tuple[str, st
     return [(str(target), storages[storage]) for target, storage in written if storage in storages]
 
 
-def operations(program: torch.export.ExportedProgram) -> tuple[list[str], list[Any]]:
-    """Return the operations, whatever the names of nodes, and the dtypes, shapes and bytes of constants."""
+def operations(
+    program: torch.export.ExportedProgram, states: Iterable[torch.Tensor]
+) -> tuple[list[str], list[Any]]:
+    """Return the operations, whatever the names of nodes, and the dtypes, shapes and bytes of constants.
+
+    The bytes of ``states`` are left out: they change from call to call.
+    """
     texts = []
     for module in program.graph_module.modules():
         if isinstance(module, fx.GraphModule):
@@ -53,8 +59,15 @@ def operations(program: torch.export.ExportedProgram) -> tuple[list[str], list[A
             for node in position:
                 arguments = fx.node.map_arg((node.args, node.kwargs), position.__getitem__)
                 texts.append(f"{node.op} {'' if node.op == 'placeholder' else node.target} {arguments}")
-    read = [one.detach() for one in constants_read(program)]
-    return texts, [(one.dtype, one.shape, one.flatten().view(torch.uint8).numpy().tobytes()) for one in read]
+    changing = set(map(id, states))
+    return texts, [
+        (one.dtype, one.shape, None if id(one) in changing else _bytes_of(one))
+        for one in constants_read(program)
+    ]
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _is_used(node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ import itertools
 import mmap
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,10 +67,12 @@ class AttributeValues:
     Attributes:
         watched: tensors that others may replace by tensors of the same shape and type.
         stored: what calls have stored.
+        absent: attributes in which calls store tensors, and which the modules do not have.
     """
 
     watched: Mapping[str, torch.Tensor] = field(default_factory=dict)
     stored: Mapping[str, Any] = field(default_factory=dict)
+    absent: Set[str] = frozenset()
 
 
 _NO_VALUES = AttributeValues()
@@ -230,8 +232,11 @@ class ModelCopy:
                 held.detach().copy_(value)
             else:
                 attributes[attribute] = map_leaves(_copied_to_host, value, Seen())
+        for name in values.absent:
+            path, _, attribute = name.rpartition(".")
+            vars(self.module.get_submodule(path)).pop(attribute, None)
         self._find_attributes()
-        self.stored |= values.stored.keys()
+        self.stored |= values.stored.keys() | values.absent
 
     @property
     def stored_values(self) -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,7 @@ from graphplan.capture.sizes.dynamic_axes import written_guard
 
 _FIELDS = (
     *("weights", "inputs", "out_spec", "method", "roles", "order", "states", "kept"),
-    *("entry", "attributes", "parts_read", "plain_sets", "other_sets", "growing", "step"),
+    *("entry", "attributes", "parts_read", "plain_sets", "other_sets", "growing", "serves_next", "step"),
 )
 _PREPARED = "inputs that transformers' exporter computes from others are not saved"
 _CONDITION = (

@@ -9,9 +9,10 @@ import torch
 
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, rename_clashes
-from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, read_and_assigned
+from graphplan.capture.changes.assigned_state import AssignedState
 from graphplan.capture.changes.assigned_writes import copy_read_buffers
 from graphplan.capture.changes.attribute_snapshots import own_attributes, snapshot
+from graphplan.capture.changes.kept_state import READ_AND_ASSIGNED, KeptStateError
 from graphplan.capture.changes.stored_values import PLAIN
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
@@ -34,7 +35,7 @@ def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Ca
             f"{name} grows with each call of the model; in a placed model it has what the last call has "
             "added. Clear it at the beginning of forward"
         )
-    _refuse_untied(state.assigned(model_copy.module), model_copy)
+    _refuse_untied(state.buffers.assigned(model_copy.module), model_copy)
     branches = tuple(one.renamed(model_copy.first_name) for one in state.branches.taken if one.weights)
     captured = replace(captured, branches=branches)
     if keep_grad:
@@ -50,7 +51,7 @@ def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Ca
         captured = replace(captured, attributes=_attributes_of(captured, model_copy))
     known = map(model_copy.full_name, map(str, state.updated))
     for name in set(known).difference((captured.attributes or {}).values()):
-        raise KeptStateError(read_and_assigned(name))
+        raise KeptStateError.of(name, READ_AND_ASSIGNED)
     sets = {model_copy.full_name(str(one)): value for one, value in state.others.items()}
     plain = {name: value for name, value in sets.items() if isinstance(value, PLAIN)}
     captured = replace(
@@ -59,6 +60,7 @@ def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Ca
         plain_sets=plain,
         other_sets=frozenset(sets).difference(plain),
         growing=frozenset(model_copy.full_name(str(one)) for one in state.growing),
+        serves_next=state.serves_next,
     )
     for name in captured.parts_read & model_copy.stored:
         raise NoGraphError(

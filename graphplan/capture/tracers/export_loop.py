@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from typing import Any
 
@@ -17,11 +17,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from graphplan._compat.whole_numbers import WholeNumbers
-from graphplan.capture.changes.assigned_state import AssignedState, KeptStateError, restored
+from graphplan.capture.changes.assigned_state import AssignedState
 from graphplan.capture.changes.assigned_writes import place_writes
 from graphplan.capture.changes.attribute_data import attributes_of
-from graphplan.capture.changes.attribute_snapshots import restore_attributes, snapshot
+from graphplan.capture.changes.attribute_snapshots import restore_attributes, restored, snapshot
 from graphplan.capture.changes.code_caches import CodeCaches
+from graphplan.capture.changes.kept_state import KeptStateError
+from graphplan.capture.changes.next_call import TracedCall, compare_with_next
 from graphplan.capture.model.function_references import untouched_by_hooks
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import with_forward
@@ -81,7 +83,7 @@ def export(
                 if not tracer.numbers.learn():  # else the model's code has caught the error
                     repeated = None  # later errors would be the same without copies of blocks
                     if keep_grad:
-                        state.refuse_history()
+                        state.buffers.refuse_history()
                     tracer.require_same_next(state, program, dynamic_shapes)
                     place_writes(program.graph)
                     program.graph_module.meta[STATE] = state
@@ -168,16 +170,24 @@ class _CallTracer:
         with state.after_call(program) as may_differ:
             if not may_differ:
                 return
-            shapes = None if state.makes_tensors else dynamic_shapes  # tensors that it made have one size
             try:
-                next_state, next_program = self.run(shapes, self.new_branches())
+                next_state, next_program = self._trace_next(state, dynamic_shapes)
             except Exception as error:  # the tracer runs the model's own code, which may raise anything
                 name = type(self._model_copy.module).__name__
                 raise KeptStateError(
                     f"after its first call {name} has attributes with which it cannot be traced: "
                     f"{first_line(error)}"
                 ) from error
-            state.require_same_next(program, next_state, next_program)
+            compare_with_next(TracedCall(state, program), TracedCall(next_state, next_program))
+
+    def _trace_next(
+        self, state: AssignedState, dynamic_shapes: Any
+    ) -> tuple[AssignedState, torch.export.ExportedProgram]:
+        """Trace the next call; for one size if it reads tensors that the traced one made, which have one."""
+        if not state.makes_tensors:
+            with suppress(Exception):
+                return self.run(dynamic_shapes, self.new_branches())
+        return self.run(None, self.new_branches())
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from graphplan._compat.export import NO_MODULE
 from graphplan._compat.torch import is_transformed, restore_users
 from graphplan.capture.captured_graph import Capture, with_stored
-from graphplan.capture.changes.assigned_state import WRITTEN, KeptStateError, nothing_from_before
 from graphplan.capture.changes.attribute_data import plain_tensors
+from graphplan.capture.changes.kept_state import WRITTEN, KeptStateError
 from graphplan.capture.changes.program_contents import written_constants
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import identity, memory_of
@@ -191,7 +191,7 @@ def _refuse_attribute_writes(
         return
     for part, name, inner, tensor in plain_tensors(model_copy.module):
         if _memory_key(tensor) in written:
-            raise KeptStateError(nothing_from_before(f"{type(part).__name__}.{inner}", name, WRITTEN))
+            raise KeptStateError.of(f"{type(part).__name__}.{inner}", WRITTEN, name)
 
 
 def _memory_key(tensor: torch.Tensor) -> Any:

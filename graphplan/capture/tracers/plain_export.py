@@ -22,7 +22,7 @@ from torch import fx, nn
 from graphplan._compat.symbolic_numbers import plain_comparisons, symbolic_numbers
 from graphplan._compat.torch import unbacked_like_backed
 from graphplan.capture.captured_graph import Capture
-from graphplan.capture.changes.assigned_state import restored
+from graphplan.capture.changes.attribute_snapshots import restored
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import pure_method, with_forward
 from graphplan.capture.signature import BoundCall, CounterLeaf, TensorLeaf

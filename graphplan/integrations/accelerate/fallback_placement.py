@@ -22,9 +22,9 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.attention import on_any_device
-from graphplan.capture.changes.assigned_state import KeptStateError
 from graphplan.capture.changes.attribute_data import attributes_of
 from graphplan.capture.changes.attribute_snapshots import restore_attributes
+from graphplan.capture.changes.kept_state import KeptStateError
 from graphplan.capture.eager_run import is_same, untouched
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model.model_weights import ModelWeights, named_tensors, tensor_bytes

@@ -751,3 +751,62 @@ def test_threads_update_a_state_one_after_the_other() -> None:
         for future in [pool.submit(run) for _ in range(4)]:
             future.result()
     assert placed.count.item() == 80
+
+
+class Hidden(nn.Module):
+    """A state that is None until the first call, and that users set to None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.hidden, self.steps = nn.Linear(8, 8), None, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.hidden is None:
+            self.hidden = torch.zeros_like(x)
+        self.steps += 1
+        self.hidden = torch.tanh(self.linear(x) + self.hidden)
+        return self.hidden * 2
+
+
+class Consumes(nn.Module):
+    """Calls of one structure store what the next of the other uses up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(8, 8), None
+
+    def forward(self, x: torch.Tensor, keep: bool) -> torch.Tensor:
+        h = self.linear(x)
+        if keep:
+            self.kept = torch.tanh(h)
+        elif self.kept is not None:
+            h, self.kept = h + self.kept, None
+        return h
+
+
+@torch.no_grad()
+def test_state_of_the_first_call_is_none() -> None:
+    model = Hidden()
+    eager = copy.deepcopy(model)
+    with graphplan.simulate({0: "16KiB", 1: "16KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
+        for count in range(8):
+            if count in (3, 4):
+                placed.hidden = eager.hidden = None
+            x = torch.randn(4, 8)
+            assert torch.allclose(placed(x).cpu(), eager(x), atol=1e-5)
+            assert placed.hidden is not None
+            assert torch.allclose(placed.hidden.cpu(), eager.hidden, atol=1e-5)
+        assert len(placed.plans) == 2
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@torch.no_grad()
+def test_state_that_calls_use_up(keep: bool) -> None:
+    model = Consumes()
+    eager = copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X, keep), strict=True)
+    for one in (keep, True, False, False, True, False, True, True, False):
+        x = torch.randn(4, 8)
+        assert torch.allclose(placed(x, one), eager(x, one), atol=1e-5)
+        assert (placed.kept is None) == (eager.kept is None)
