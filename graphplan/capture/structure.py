@@ -349,6 +349,17 @@ class Stored:
     attributes: dict[StoredAttribute, Any]
 
 
+def leaf_name(attribute: str, index: int) -> str:
+    """Return the name of a tensor in a container that is an attribute; ``index`` is that of its leaf."""
+    return f"{attribute}[{index}]"
+
+
+def attribute_and_leaf(name: str) -> tuple[str, int]:
+    """Return the attribute of a name of :func:`leaf_name`, and the index; 0 for an attribute itself."""
+    attribute, _, index = name.partition("[")
+    return attribute, int(index.removesuffix("]") or 0)
+
+
 def has_tensors(value: Any) -> bool:
     """Whether the value of an attribute is a tensor, or has tensors in its containers."""
     if value is None or isinstance(value, torch.Tensor):

@@ -19,7 +19,7 @@ from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
 from graphplan.capture.sizes.decided_sizes import EquatedSizeError
 from graphplan.capture.sizes.size_limits import bounded, exceeds_slightly
-from graphplan.capture.structure import TensorPresence, reachable, stored_in
+from graphplan.capture.structure import TensorPresence, attribute_and_leaf, reachable, stored_in
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracing import capture
 from graphplan.capture.value_branches import is_integer_tensor, same_answers
@@ -205,8 +205,9 @@ def _without_stored(capture: Capture, model_copy: ModelCopy) -> Capture:
     Raises:
         KeptStateError: the next call reads one of them.
     """
+    read = {attribute_and_leaf(name)[0] for name in (capture.attributes or {}).values()}
     for attribute in map(str, stored_in(capture.out_spec)):
-        if attribute in (capture.attributes or {}).values():
+        if attribute in read:
             raise KeptStateError.of(attribute, READ_AND_ASSIGNED)
         model_copy.warn_once(
             f"forward stores a tensor in {attribute}; a model over several machines does not. Return it if "

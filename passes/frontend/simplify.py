@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statica
 
 from graphplan._compat.torch import storage_of
 from graphplan.capture.captured_graph import Capture
+from graphplan.capture.structure import attribute_and_leaf
 from graphplan.capture.written_memory import named_arguments, written_arguments
 
 aten = torch.ops.aten
@@ -228,7 +229,7 @@ def _copy_stored_views(capture: Capture) -> None:
     The memory of a weight may be a prefetch buffer, and what is read is copied to a constant of the graph.
     """
     graph, output = capture.graph, capture.graph.output_node()
-    read = (capture.attributes or {}).values()
+    read = {attribute_and_leaf(name)[0] for name in (capture.attributes or {}).values()}
     values = [_val(node) for node in graph.find_nodes(op="placeholder") if node.name in capture.weights]
     weights = {storage_of(value) for value in values if value.layout is torch.strided}
     flat = list(cast("tuple[Any, ...]", output.args[0]))

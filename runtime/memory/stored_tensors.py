@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from graphplan.capture.structure import Seen, flatten, map_leaves
+from graphplan.capture.structure import Seen, flatten, map_leaves, unflatten
 
 _CHANGED_IN_PLACE = (list, dict, deque)
 
@@ -30,8 +31,9 @@ class StoredValue:
         self._owner, self._name = owner, name
         self._traced = _layout(owner.get(name))
         self._stored = [self._traced]  # the last two: other threads check while one stores
-        self._constants: list[torch.Tensor] = []
-        self._copied: tuple[weakref.ref[torch.Tensor], int] | None = None  # to the constants, and its version
+        self._constants: list[tuple[int, torch.Tensor]] = []
+        self._read: Any = None  # the structure of the value that they have
+        self._copied: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # to the constants, and versions
 
     def get(self) -> Any:
         """Return what the attribute is now; None if the module does not have it."""
@@ -57,23 +59,27 @@ class StoredValue:
             return True
         if not self._constants:
             return _layout(held) in (*self._stored, self._traced)
-        is_plain = isinstance(held, torch.Tensor) and not held.requires_grad
-        return is_plain and all((one.dtype, one.shape) == (held.dtype, held.shape) for one in self._constants)
+        leaves, spec = flatten(held, Seen())
+        return spec == self._read and all(_is_like(leaves[leaf], one) for leaf, one in self._constants)
 
-    def is_read_as(self, constants: list[torch.Tensor]) -> None:
-        """Let these tensors of the code have the attribute's values."""
-        self._constants, self._copied = constants, None
+    def is_read_as(self, constants: list[tuple[int, torch.Tensor]]) -> None:
+        """Let these tensors of the code have the attribute's values, each that of one of its leaves."""
+        self._constants, self._copied = constants, {}
+        if self.get() is not None:
+            self._read = flatten(self.get(), Seen())[1]
 
     def update_constants(self) -> None:
-        """Copy the tensor to the constants of graphs that read it, unless they have its values."""
-        held: torch.Tensor | None = self.get()
-        if held is None or not self._constants:
+        """Copy the tensors to the constants of graphs that read them, unless they have their values."""
+        held = self.get() if self._constants else None
+        if held is None:
             return
-        version = 0 if held.is_inference() else held._version
-        if self._copied is None or self._copied[0]() is not held or self._copied[1] != version:
-            for constant in self._constants:
-                constant.detach().copy_(held)
-            self._copied = weakref.ref(held), version
+        leaves, copied = flatten(held, Seen())[0], dict(self._copied)
+        for index, constant in self._constants:
+            tensor = leaves[index]
+            version = 0 if tensor.is_inference() else tensor._version
+            if index not in copied or copied[index][0]() is not tensor or copied[index][1] != version:
+                constant.detach().copy_(tensor)
+                self._copied[index] = weakref.ref(tensor), version
 
     def accept(self) -> None:
         """Take what the attribute is for what a call has stored."""
@@ -92,11 +98,18 @@ class StoredValue:
             held.clear()
             held.update(value) if isinstance(held, dict) else held.extend(value)
 
-    def clear(self, value: Any, *, in_place: bool) -> None:
-        """Release the tensors: set ``value``, or empty the list or dict that the attribute holds."""
-        held = self._owner.get(self._name)
-        is_filled = in_place and isinstance(held, _CHANGED_IN_PLACE)
-        self.replace(emptied(held) if is_filled else value, in_place=in_place)
+    def clear(self, constants: Mapping[int, torch.Tensor], *, in_place: bool) -> None:
+        """Release the tensors; the code's constants, by leaf, replace those that it reads.
+
+        A list or dict that changes in place is emptied instead, unless it is read.
+        """
+        held = self.get()
+        if not constants:
+            empties = in_place and isinstance(held, _CHANGED_IN_PLACE)
+            self.replace(emptied(held) if empties else None, in_place=in_place)
+            return
+        leaves, spec = flatten(held, Seen())
+        self.replace(unflatten([constants.get(i) for i in range(len(leaves))], spec), in_place=in_place)
 
     def move_to_host(self) -> None:
         """Move the tensors to CPU memory."""
@@ -108,6 +121,11 @@ class StoredValue:
                 lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, held, Seen()
             )
             self.replace(moved, in_place=True)
+
+
+def _is_like(value: Any, constant: torch.Tensor) -> bool:
+    is_plain = isinstance(value, torch.Tensor) and not value.requires_grad
+    return is_plain and (value.dtype, value.shape) == (constant.dtype, constant.shape)
 
 
 def emptied(value: Any) -> Any:
@@ -130,17 +148,17 @@ class StoredPlace:
     Attributes:
         value: the attribute.
         in_place: whether it changes the list or dict that the attribute holds, instead of replacing it.
-        constant: the tensor of the code that has the attribute's present values, if the code reads them. The
-            attribute is that tensor during a call, and after one that has failed.
+        constants: the tensors of the code that have the attribute's present values, by leaf, if the code
+            reads them. The attribute consists of them during a call, and after one that has failed.
     """
 
     value: StoredValue
     in_place: bool
-    constant: torch.Tensor | None = None
+    constants: Mapping[int, torch.Tensor]
 
     def release(self) -> None:
         """Release what the last call has stored."""
-        self.value.clear(self.constant, in_place=self.in_place)
+        self.value.clear(self.constants, in_place=self.in_place)
 
     def store(self, value: Any) -> None:
         """Store the result of a call."""

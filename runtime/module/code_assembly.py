@@ -48,9 +48,9 @@ def code_of(module: nn.Module, state: ModuleState, index: int) -> Code:
 
 def _places(program: Program, values: Mapping[str, StoredValue]) -> tuple[StoredPlace, ...]:
     """Return where the program stores tensors, in the order of its results."""
-    constants = ((one, program.constants_of(str(one))) for one in program.stored)
     return tuple(
-        StoredPlace(values[str(one)], one.in_place, read[0] if read else None) for one, read in constants
+        StoredPlace(values[str(one)], one.in_place, dict(program.constants_of(str(one))))
+        for one in program.stored
     )
 
 

@@ -232,7 +232,7 @@ class ModuleState:
     def expect_stored(self, module: nn.Module) -> None:
         """Expect the programs so far to store tensors in attributes of the module."""
         assert self.guard is not None
-        for name in set[str]().union(*(program.stored_names for program in self.programs)):
+        for name in dict.fromkeys(name for program in self.programs for name in program.stored_names):
             path, _, attribute = name.rpartition(".")
             value = self.stored.setdefault(name, StoredValue(vars(module.get_submodule(path)), attribute))
             value.grows = any(name in program.growing for program in self.programs)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from graphplan.capture.model.model_weights import weight_at
 from graphplan.capture.model.modes import Modes
 from graphplan.capture.signature import InputSignature
-from graphplan.capture.structure import StoredAttribute, TensorPresence, stored_in
+from graphplan.capture.structure import StoredAttribute, TensorPresence, attribute_and_leaf, stored_in
 from graphplan.capture.value_branches import Branch, same_answers
 from graphplan.ir.plan_data import PlanData
 
@@ -127,19 +127,23 @@ class Program:
         return stored_in(self.out_spec)
 
     @property
-    def stored_names(self) -> set[str]:
+    def stored_names(self) -> list[str]:
         """Names of the attributes in which a call stores tensors, or that had some until the call."""
-        return {*map(str, self.stored), *self.presence.before.intersection(self.plain_sets)}
+        emptied = (name for name in self.plain_sets if name in self.presence.before)
+        return [*map(str, self.stored), *emptied]
 
     def conflict(self, other: Program) -> str | None:
         """Return an attribute that this stores and the other reads in part, or sets to what is not stored."""
         names = map(str, self.stored)
         return next((name for name in names if name in other.parts_read | other.other_sets), None)
 
-    def constants_of(self, attribute: str) -> list[torch.Tensor]:
-        """Return the constants that have the values of an attribute, such as ``"model.offset"``."""
-        held = (self.constant_attributes or {}).items()
-        return [self.constants[constant] for constant, name in held if name == attribute]
+    def constants_of(self, attribute: str) -> list[tuple[int, torch.Tensor]]:
+        """Return the constants that have the values of an attribute, such as ``"model.offset"``.
+
+        Each is with its position among the tensors in the attribute, if this is a container.
+        """
+        held = [(attribute_and_leaf(at), name) for name, at in (self.constant_attributes or {}).items()]
+        return [(leaf, self.constants[name]) for (at, leaf), name in held if at == attribute]
 
     @property
     def max_input_bytes(self) -> int:

@@ -25,14 +25,13 @@ from graphplan.capture.changes.attribute_data import data_in, objects_in
 from graphplan.capture.changes.attribute_snapshots import Snapshot, own_attributes, restored, snapshot
 from graphplan.capture.changes.kept_state import KeptStateError
 from graphplan.capture.changes.program_contents import constants_read
-from graphplan.capture.changes.stored_values import PLAIN, can_store, keeps_shape_and_type
+from graphplan.capture.changes.stored_values import PLAIN, can_store, keep_shape_and_type
 from graphplan.capture.structure import (
     Returned,
     Seen,
     Stored,
     StoredAttribute,
     flatten,
-    has_tensors,
     reachable,
     unflatten,
 )
@@ -68,6 +67,13 @@ class Change:
     moved: Sequence[torch.Tensor]
     by_hook: bool
     key: StoredAttribute | None
+
+    @property
+    def keeps_structure(self) -> bool:
+        """Whether the value is a tensor, as before, or a container with as many items or the same keys."""
+        if isinstance(self.before, torch.Tensor):
+            return isinstance(self.after, torch.Tensor)
+        return type(self.before) is type(self.after) and not self.is_plain
 
     @property
     def now(self) -> Any:
@@ -221,8 +227,12 @@ class AssignedState:
     @property
     def keeping_shape(self) -> set[StoredAttribute]:
         """The stored attributes that keep their shape and type, so that a graph can read them."""
-        stored = [one for one in self.changes if one.key in self.stored]
-        return {one.key for one in stored if one.key and keeps_shape_and_type(one.before, one.after)}
+        return {
+            one.key
+            for one in self.changes
+            if one.key and one.key in self.stored
+            if one.keeps_structure and keep_shape_and_type(one.tensors, one.after)
+        }
 
     @property
     def switched(self) -> set[StoredAttribute]:
@@ -232,7 +242,7 @@ class AssignedState:
             for one in self.changes
             if one.key
             and not one.by_hook
-            and has_tensors(one.before) != has_tensors(one.after)
+            and bool(one.tensors) != bool(self.tensors_in(one.after))
             and (one.key in self.stored or isinstance(one.after, PLAIN))
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque, namedtuple
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
 from graphplan.capture.changes.attribute_snapshots import own_attributes
-from graphplan.capture.structure import Seen, flatten, has_tensors
+from graphplan.capture.structure import Seen, flatten, has_tensors, leaf_name
 
 _CONTAINERS = (list, tuple, dict, OrderedDict, deque, namedtuple)
 _TRACED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -52,9 +52,32 @@ def attributes_with_tensors(model: nn.Module) -> frozenset[str]:
     )
 
 
-def keeps_shape_and_type(before: Any, after: Any) -> bool:
-    """Whether a tensor has the shape and type of another, and no gradient: a graph can read it as input."""
-    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+def tensors_in_containers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors of attributes that are containers of tensors only, by name and position."""
+    found = dict[str, torch.Tensor]()
+    for path, part in model.named_modules():
+        for name, value in own_attributes(part).items():
+            if isinstance(value, _CONTAINERS[:-1]) and value:
+                leaves, spec = flatten(value, Seen())
+                if _has_plain_containers(spec) and all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+                    full = f"{path}.{name}" if path else name
+                    found |= {leaf_name(full, index): leaf for index, leaf in enumerate(leaves)}
+    return found
+
+
+def keep_shape_and_type(before: Sequence[torch.Tensor], value: Any) -> bool:
+    """Whether a tensor, or a container of tensors, has the shapes and types of others, and no gradient.
+
+    Then a graph can read it as input.
+    """
+    leaves, spec = flatten(value, Seen())
+    return (
+        len(leaves) == len(before) and _has_plain_containers(spec) and all(map(_keeps_shape, before, leaves))
+    )
+
+
+def _keeps_shape(before: torch.Tensor, after: Any) -> bool:
+    if not isinstance(after, torch.Tensor):
         return False
     known = all(isinstance(size, int) for size in after.shape)  # not a size that varies
     return known and (before.shape, before.dtype) == (after.shape, after.dtype) and after.grad_fn is None

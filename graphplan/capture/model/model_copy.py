@@ -21,6 +21,7 @@ from torch import nn
 
 from graphplan._compat.bitsandbytes import prepare_quantized
 from graphplan.capture.changes.attribute_data import plain_tensors
+from graphplan.capture.changes.stored_values import tensors_in_containers
 from graphplan.capture.model.model_weights import (
     ModelWeights,
     identity,
@@ -34,7 +35,7 @@ from graphplan.capture.model.model_weights import (
 from graphplan.capture.model.modes import Differentiation, ModeReader, Modes, autocast_of
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
-from graphplan.capture.structure import Seen, flatten_with_path, map_leaves
+from graphplan.capture.structure import Seen, flatten, flatten_with_path, unflatten
 from graphplan.capture.transformers.caches import register_caches
 from graphplan.capture.value_branches import Branches, ValueOf, is_integer_tensor
 from graphplan.errors import CaptureError
@@ -87,7 +88,8 @@ class ModelCopy:
         signature: the signature of ``forward``.
         entry: the method that is called: ``"model.encoder"`` for a submodule, ``"model:encode"`` for a method
             of one, empty for the model.
-        attributes: memory of each tensor in a plain attribute -> its name and identity.
+        attributes: memory of each tensor that is a plain attribute, or in a container of tensors that is
+            one -> its name and identity.
         stored: names of the attributes in which calls store tensors.
         shared: name -> attribute of the caller's model that cannot be copied.
         warned: texts of the warnings that were given.
@@ -135,7 +137,7 @@ class ModelCopy:
                 table.clear()
 
     def _find_attributes(self) -> None:
-        tensors = plain_attributes(self.module)
+        tensors = plain_attributes(self.module) | tensors_in_containers(self.module)
         self.attributes = {memory_of(tensor): (name, identity(tensor)) for name, tensor in tensors.items()}
 
     def for_entry(self, entry: str) -> ModelCopy:
@@ -227,11 +229,13 @@ class ModelCopy:
         for name, value in {**values.watched, **values.stored}.items():
             path, _, attribute = name.rpartition(".")
             attributes = vars(self.module.get_submodule(path))
-            held: Any = attributes.get(attribute)
-            if _is_alike(held, value):
-                held.detach().copy_(value)
+            held, spec = flatten(attributes.get(attribute), Seen())
+            leaves, new_spec = flatten(value, Seen())
+            if spec == new_spec and all(map(_is_alike, held, leaves)):
+                for mine, its in zip(held, leaves, strict=True):
+                    mine.detach().copy_(its)
             else:
-                attributes[attribute] = map_leaves(_copied_to_host, value, Seen())
+                attributes[attribute] = unflatten(list(map(_copied_to_host, leaves)), new_spec)
         for name in values.absent:
             path, _, attribute = name.rpartition(".")
             vars(self.module.get_submodule(path)).pop(attribute, None)

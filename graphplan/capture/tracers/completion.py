@@ -19,6 +19,7 @@ from graphplan.capture.model.model_weights import identity, memory_of
 from graphplan.capture.model_methods import RunAsItIs
 from graphplan.capture.signature import BoundCall, TensorLeaf
 from graphplan.capture.sizes.dynamic_sizes import sizes_of_example
+from graphplan.capture.structure import attribute_and_leaf
 from graphplan.capture.tracers.export_loop import STATE
 from graphplan.errors import NoGraphError
 
@@ -49,9 +50,6 @@ def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Ca
     write_casts(captured.module, captured.weights.keys(), model_copy.autocast, model_copy.device_types)
     if not state.reads_values:
         captured = replace(captured, attributes=_attributes_of(captured, model_copy))
-    known = map(model_copy.full_name, map(str, state.updated))
-    for name in set(known).difference((captured.attributes or {}).values()):
-        raise KeptStateError.of(name, READ_AND_ASSIGNED)
     sets = {model_copy.full_name(str(one)): value for one, value in state.others.items()}
     plain = {name: value for name, value in sets.items() if isinstance(value, PLAIN)}
     captured = replace(
@@ -62,6 +60,10 @@ def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Ca
         growing=frozenset(model_copy.full_name(str(one)) for one in state.growing),
         serves_next=state.serves_next,
     )
+    whole = {attribute_and_leaf(name)[0] for name in (captured.attributes or {}).values()}
+    updated = set(map(model_copy.full_name, map(str, state.updated)))
+    for name in updated - whole | updated & captured.parts_read:
+        raise KeptStateError.of(name, READ_AND_ASSIGNED)
     for name in captured.parts_read & model_copy.stored:
         raise NoGraphError(
             f"the call reads a part of {name}, which other calls store: a graph would always read the same"
@@ -74,9 +76,9 @@ def _attributes_of(captured: Capture, model_copy: ModelCopy) -> dict[str, str] |
     attributes = model_copy.attributes
     memories = {constant: memory_of(tensor) for constant, tensor in captured.constants.items()}
     known = {constant: attributes[memory] for constant, memory in memories.items() if memory in attributes}
-    if any(identity(captured.constants[constant]) != key for constant, (_, key) in known.items()):
-        return None
-    return {constant: name for constant, (name, _) in known.items()}
+    whole = {name: at for name, (at, key) in known.items() if identity(captured.constants[name]) == key}
+    is_view = any(name not in whole and "[" not in at for name, (at, _) in known.items())
+    return None if is_view else whole
 
 
 def _parts_read(captured: Capture, model_copy: ModelCopy) -> frozenset[str]:

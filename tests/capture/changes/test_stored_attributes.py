@@ -601,13 +601,14 @@ class Asks(nn.Module):
         if ask and self.kept is not None:
             return self.linear(x) * (self.kept if self.kind == "tensor" else self.kept[0])
         h = torch.tanh(self.linear(x))
-        self.kept = [h] if self.kind == "list" else h
+        self.kept = {"tensor": h, "list": [h], "mixed": [h, "text"]}[self.kind]
         return h.sum()
 
 
+@pytest.mark.parametrize("kind", ["tensor", "list"])
 @torch.no_grad()
-def test_calls_of_another_structure_read_what_is_stored() -> None:
-    model = Asks("tensor")
+def test_calls_of_another_structure_read_what_is_stored(kind: str) -> None:
+    model = Asks(kind)
     eager = copy.deepcopy(model)
     with graphplan.simulate({0: "16KiB", 1: "16KiB"}) as machine:
         placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
@@ -651,7 +652,7 @@ def test_call_that_asked_before_anything_was_stored(together: bool) -> None:
 @pytest.mark.parametrize("ask_first", [False, True])
 @torch.no_grad()
 def test_reading_a_part_of_what_is_stored(ask_first: bool) -> None:
-    model = Asks("list")
+    model = Asks("mixed")
     if ask_first:
         model(X)
     eager = copy.deepcopy(model)
@@ -766,6 +767,46 @@ class Hidden(nn.Module):
         self.steps += 1
         self.hidden = torch.tanh(self.linear(x) + self.hidden)
         return self.hidden * 2
+
+
+class Pair(nn.Module):
+    """Two states in a container, which is None at first or not, and replaced or changed in place."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.cell, self.kind, self.states = nn.LSTMCell(8, 8), kind, None
+        if kind == "list":
+            self.states = [torch.zeros(4, 8), torch.zeros(4, 8)]
+        elif kind == "dict":
+            self.states = {"h": torch.zeros(4, 8), "c": torch.zeros(4, 8)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = tuple(self.states.values()) if self.kind == "dict" else self.states
+        h, c = self.cell(x, before)
+        if self.kind == "dict":
+            self.states["h"], self.states["c"] = h, c
+        elif self.kind == "list":
+            self.states[:] = [h, c]
+        else:
+            self.states = h, c
+        return h + c
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
+@torch.no_grad()
+def test_states_in_containers(kind: str) -> None:
+    model = Pair(kind)
+    eager, first = copy.deepcopy(model), copy.deepcopy(model.states)
+    with graphplan.simulate({0: "16KiB", 1: "16KiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, (X,), strict=True)
+        for count in range(7):
+            if count == 4:  # between two texts
+                placed.states, eager.states = copy.deepcopy(first), copy.deepcopy(first)
+            x = torch.randn(4, 8)
+            assert torch.allclose(placed(x).cpu(), eager(x), atol=1e-5)
+            held, expected = tree_leaves(placed.states), tree_leaves(eager.states)
+            assert all(map(torch.allclose, (one.cpu() for one in held), expected))
+        assert len(placed.plans) == 1 + (kind == "tuple")
 
 
 class Consumes(nn.Module):
