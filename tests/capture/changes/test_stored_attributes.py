@@ -851,3 +851,33 @@ def test_state_that_calls_use_up(keep: bool) -> None:
         x = torch.randn(4, 8)
         assert torch.allclose(placed(x, one), eager(x, one), atol=1e-5)
         assert (placed.kept is None) == (eager.kept is None)
+
+
+class First(nn.Module):
+    """Stores something in its first call, and the second call stores something else beside a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.first, self.last, self.table = nn.Linear(8, 8), None, None, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.first is None:
+            self.first = x
+        elif self.last is None:
+            self.last = x.mean()
+        if self.table is None:
+            self.table = torch.arange(8) / 8
+        return self.linear(x) + self.table
+
+
+@torch.no_grad()
+def test_calls_that_store_once() -> None:
+    model = First()
+    eager = copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True)
+    for scale in (1.0, 2.0, 3.0, 4.0):
+        assert torch.allclose(placed(scale * X), eager(scale * X), atol=1e-5)
+        assert torch.equal(placed.first, eager.first)
+        assert (placed.last is None) == (eager.last is None)
+    assert torch.allclose(placed.last, eager.last, atol=1e-5)
+    assert len(placed.plans) == 3
