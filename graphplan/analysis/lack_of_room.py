@@ -12,16 +12,17 @@ from graphplan.passes.placement.evaluate import evaluate
 from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import assign_weights, on_one_device
 
-_SLOW = 2.0  # ratio to the time with room: beyond it, most of the time is for lack of memory
+_SLOW = 1.5  # ratio to the time with room: beyond it, a third of the time or more is for lack of memory
 
 
 def seconds_with_room(plan: PlanData) -> float:
     """Return the least seconds of a few simple placements, whatever memory they need.
 
-    All operations are on one device, or each on the accelerator of the last fixed weight before it; the
-    caller's constraints hold.
+    The weights reside where the plan has them. All operations are on one device, or each on the accelerator of
+    the last weight before it that resides on one; the caller's constraints hold.
     """
-    problem = constrained_problem(replace(plan, prefetch_limits={}))
+    residence = plan.schedule.assignment.weights
+    problem = constrained_problem(replace(plan, prefetch_limits={}, fixed_weights=residence))
     return min(evaluate(problem, placement).seconds for placement in _simple_placements(problem))
 
 

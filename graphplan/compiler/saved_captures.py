@@ -46,7 +46,7 @@ from graphplan.whole_files import write_whole
 
 logger = logging.getLogger("graphplan")
 
-_FORMAT = Format("graphplan-capture", 3, "captured graph")
+_FORMAT = Format("graphplan-capture", 4, "captured graph")
 _JSON, _TENSORS = "capture.json", "constants.safetensors"
 _TRACERS = (graphplan.capture, graphplan._compat, frontend, training)
 _DAMAGED = (OSError, zipfile.BadZipFile, zlib.error, KeyError, EOFError, PlanError, SafetensorError)
