@@ -18,8 +18,8 @@ _SLOW = 1.5  # ratio to the time with room: beyond it, a third of the time or mo
 def seconds_with_room(plan: PlanData) -> float:
     """Return the least seconds of a few simple placements, whatever memory they need.
 
-    The weights reside where the plan has them. All operations are on one device, or each on the accelerator of
-    the last weight before it that resides on one; the caller's constraints hold.
+    The weights reside where the plan has them. All operations are on one device, or each on the accelerator
+    of the last weight before it that resides on one; the caller's constraints hold.
     """
     residence = plan.schedule.assignment.weights
     problem = constrained_problem(replace(plan, prefetch_limits={}, fixed_weights=residence))

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 import types
 from collections import OrderedDict, UserDict, deque, namedtuple
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import PurePath
 from typing import Any
@@ -356,8 +357,16 @@ def leaf_name(attribute: str, index: int) -> str:
 
 def attribute_and_leaf(name: str) -> tuple[str, int]:
     """Return the attribute of a name of :func:`leaf_name`, and the index; 0 for an attribute itself."""
-    attribute, _, index = name.partition("[")
-    return attribute, int(index.removesuffix("]") or 0)
+    found = re.fullmatch(r"(.*)\[(\d+)\]", name, re.DOTALL)
+    return (found[1], int(found[2])) if found else (name, 0)
+
+
+def layout_of(value: Any) -> tuple[Any, ...]:
+    """Return the shape and type of a tensor; of any other value its structure, with those of its tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape
+    leaves, spec = flatten(value, Seen())
+    return spec, *(layout_of(x) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
 
 
 def has_tensors(value: Any) -> bool:
@@ -372,23 +381,25 @@ class TensorPresence:
     """Which attributes of modules have tensors before and after a traced call.
 
     Code may ask whether an attribute has a tensor yet, as in ``if self.memory is None``. So a graph serves
-    calls only while attributes have tensors as before its trace, or as after it: a second trace has shown
+    calls only while attributes have tensors as before its trace, or as after it if a second trace has shown
     that the next call is the same.
 
     Attributes:
         before: names of the attributes that had tensors before the call.
         after: names of those that have tensors after it.
+        read: attribute that the graph reads -> its layout, as of :func:`layout_of`.
     """
 
     before: frozenset[str] = frozenset()
     after: frozenset[str] = frozenset()
+    read: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
     def allows(self, values: Iterable[tuple[str, Any]]) -> bool:
         """Whether the graph serves calls while attributes, given by name, have these values."""
-        present = [(name, has_tensors(value)) for name, value in values]
-        return any(
-            all((name in known) == is_there for name, is_there in present)
-            for known in (self.after, self.before)
+        found = dict(values)
+        present = {name for name, value in found.items() if has_tensors(value)}
+        return present in (self.after.intersection(found), self.before.intersection(found)) and all(
+            layout_of(found[name]) == self.read[name] for name in present.intersection(self.read)
         )
 
 

@@ -19,7 +19,7 @@ from graphplan.capture.model.modes import Differentiation, Modes
 from graphplan.capture.signature import BoundCall, InputSignature, TensorLeaf, leaf_names
 from graphplan.capture.sizes.decided_sizes import EquatedSizeError
 from graphplan.capture.sizes.size_limits import bounded, exceeds_slightly
-from graphplan.capture.structure import TensorPresence, attribute_and_leaf, reachable, stored_in
+from graphplan.capture.structure import TensorPresence, attribute_and_leaf, layout_of, reachable, stored_in
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.capture.tracing import capture
 from graphplan.capture.value_branches import is_integer_tensor, same_answers
@@ -126,7 +126,10 @@ class Captures:
         traced = self._trace(call, vary=vary, sizes=sizes)
         before = attributes_with_tensors(self.model_copy.module)
         after = before.union(map(str, traced.stored.values())).difference(traced.plain_sets)
-        traced = replace(traced, presence=TensorPresence(before, after if traced.serves_next else before))
+        read = {attribute_and_leaf(name)[0] for name in (traced.attributes or {}).values()}
+        layouts = {name: layout_of(self.model_copy.attribute(name)) for name in read}
+        presence = TensorPresence(before, after if traced.serves_next else before, layouts)
+        traced = replace(traced, presence=presence)
         self.captured.append(Captured(modes, traced, [], vary))
         self.model_copy.enter(modes)  # tracing runs forward, which may fill in missing configuration
         return self.captured[-1]
@@ -136,7 +139,7 @@ class Captures:
         if not same_answers(known.branches, self.model_copy.current):
             return "weights on which its code branches have changed"
         if not known.presence.allows(self.model_copy.stored_values):
-            return "attributes have tensors that had none, or have none any more"
+            return "attributes have tensors that had none, or none any more, or tensors of another shape"
         return None
 
     def _trace(self, call: BoundCall, *, vary: bool, sizes: bool) -> Capture:

@@ -8,6 +8,7 @@ import torch
 
 from graphplan.analysis.plan import Plan
 from graphplan.capture.captured_graph import Capture, Part
+from graphplan.capture.model.model_weights import tensor_bytes
 from graphplan.devices.topology import DISK, DeviceKey, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment, prefetch_bytes
@@ -108,6 +109,30 @@ class Commitments:
                 limit = max(available, existing.get(spec.key, 0))
                 limits[spec.key] = min(limit, limits.get(spec.key, limit))
         return limits
+
+    def homes_of_constants(
+        self, constants: Mapping[str, torch.Tensor], topology: Topology
+    ) -> dict[str, DeviceKey]:
+        """Return devices for the constants that earlier plans do not have, whose peaks do not count them.
+
+        Each is on the first device with room for it beside the peaks of these plans, if there is one; nothing
+        is returned if every device has room for all.
+        """
+        new = {n: tensor_bytes(x) for n, x in constants.items() if n not in self.constants.homes}
+        if not self.plans or not new:
+            return {}
+        room = {
+            spec.key: spec.room - max(plan.peak_bytes[spec.key] for plan in self.plans)
+            for spec in topology.computing
+        }
+        homes: dict[str, DeviceKey] = {}
+        if sum(new.values()) <= min(room.values()):
+            return homes
+        for name, nbytes in new.items():
+            fitting = (key for key in room if nbytes <= room[key])
+            homes[name] = next(fitting, topology.cpu or max(room, key=lambda key: room[key]))
+            room[homes[name]] -= nbytes
+        return homes
 
     def layout(self, topology: Topology) -> WeightLayout:
         """Return where the first plans have put the weights, and which weights are streamed."""

@@ -87,13 +87,15 @@ class Formulation:
 
     def plain(self, member: Member, together: Sequence[Capture] = ()) -> Problem:
         """Return the problem of a call without the caller's constraints; ``together`` as in :meth:`graph`."""
-        states = self._state_homes(member.annotator.capture, member.call)
+        capture = member.annotator.capture
+        fixed = self.committed.homes_of_constants(capture.constants, self.topology)
+        fixed |= self._state_homes(capture, member.call)
         return Problem(
             self.graph(member.annotator, together=together),
             self.topology,
             host_key(self.topology, member.call),
             returns_to_host=self.options.return_outputs,
-            fixed_weights={**(self.committed.homes or {}), **self.committed.constants.homes, **states},
+            fixed_weights={**(self.committed.homes or {}), **self.committed.constants.homes, **fixed},
             prefetch_bytes=self.committed.prefetch_bytes(),
             prefetch_limits=self.committed.prefetch_limits(self.topology),
             streaming=not self.options.grad,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graphplan.capture.structure import Seen, flatten, map_leaves, unflatten
+from graphplan.capture.structure import Seen, flatten, layout_of, map_leaves, unflatten
 
 _CHANGED_IN_PLACE = (list, dict, deque)
 
@@ -29,10 +29,9 @@ class StoredValue:
 
     def __init__(self, owner: dict[str, Any], name: str) -> None:
         self._owner, self._name = owner, name
-        self._traced = _layout(owner.get(name))
+        self._traced = layout_of(owner.get(name))
         self._stored = [self._traced]  # the last two: other threads check while one stores
         self._constants: list[tuple[int, torch.Tensor]] = []
-        self._read: Any = None  # the structure of the value that they have
         self._copied: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # to the constants, and versions
 
     def get(self) -> Any:
@@ -51,22 +50,20 @@ class StoredValue:
     def is_expected(self) -> bool:
         """Whether the attribute is like what a call has stored, or what it was when the graphs were traced.
 
-        Tensors are alike if they have one shape and type: code may branch on these. What graphs read must be
-        like their constants. Other graphs serve calls while the attribute is None.
+        Tensors are alike if they have one shape and type: code may branch on these. What graphs read may have
+        another shape, and all may be None or empty: then other graphs serve the calls.
         """
         held = self.get()
-        if held is None:
+        if held is None or (isinstance(held, _CHANGED_IN_PLACE) and not held):
             return True
         if not self._constants:
-            return _layout(held) in (*self._stored, self._traced)
-        leaves, spec = flatten(held, Seen())
-        return spec == self._read and all(_is_like(leaves[leaf], one) for leaf, one in self._constants)
+            return layout_of(held) in (*self._stored, self._traced)
+        tensors = [leaf for leaf in flatten(held, Seen())[0] if isinstance(leaf, torch.Tensor)]
+        return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
 
     def is_read_as(self, constants: list[tuple[int, torch.Tensor]]) -> None:
         """Let these tensors of the code have the attribute's values, each that of one of its leaves."""
         self._constants, self._copied = constants, {}
-        if self.get() is not None:
-            self._read = flatten(self.get(), Seen())[1]
 
     def update_constants(self) -> None:
         """Copy the tensors to the constants of graphs that read them, unless they have their values."""
@@ -75,7 +72,9 @@ class StoredValue:
             return
         leaves, copied = flatten(held, Seen())[0], dict(self._copied)
         for index, constant in self._constants:
-            tensor = leaves[index]
+            tensor = leaves[index] if index < len(leaves) else None
+            if not isinstance(tensor, torch.Tensor) or layout_of(tensor) != layout_of(constant):
+                continue  # that of a graph for another shape
             version = 0 if tensor.is_inference() else tensor._version
             if index not in copied or copied[index][0]() is not tensor or copied[index][1] != version:
                 constant.detach().copy_(tensor)
@@ -86,7 +85,7 @@ class StoredValue:
         self._expect(self.get())
 
     def _expect(self, value: Any) -> None:
-        self._stored = [self._stored[-1], _layout(value)]
+        self._stored = [self._stored[-1], layout_of(value)]
 
     def replace(self, value: Any, *, in_place: bool) -> None:
         """Set the attribute, or the contents of the list or dict that it holds if ``in_place``."""
@@ -123,22 +122,9 @@ class StoredValue:
             self.replace(moved, in_place=True)
 
 
-def _is_like(value: Any, constant: torch.Tensor) -> bool:
-    is_plain = isinstance(value, torch.Tensor) and not value.requires_grad
-    return is_plain and (value.dtype, value.shape) == (constant.dtype, constant.shape)
-
-
 def emptied(value: Any) -> Any:
     """Return an empty container in place of one that calls change in place; any other value as it is."""
     return type(value)() if isinstance(value, _CHANGED_IN_PLACE) else value
-
-
-def _layout(value: Any) -> tuple[Any, ...]:
-    """Return the shape and type of a tensor; of any other value its structure, with those of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.shape
-    leaves, spec = flatten(value, Seen())
-    return spec, *(_layout(x) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
 
 
 @dataclass(frozen=True, slots=True)

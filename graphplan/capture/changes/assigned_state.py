@@ -51,6 +51,7 @@ class Change:
         before: the value before the call.
         tensors: the tensors in ``before``.
         after: the value after the call.
+        made: the tensors in ``after``.
         is_plain: whether numbers, texts or flags have changed.
         moved: tensors in ``after`` that were not in their places before.
         by_hook: whether a hook computes it, as weight_norm's does the weight that the module then reads.
@@ -63,6 +64,7 @@ class Change:
     before: Any
     tensors: list[torch.Tensor]
     after: Any
+    made: list[torch.Tensor]
     is_plain: bool
     moved: Sequence[torch.Tensor]
     by_hook: bool
@@ -74,6 +76,11 @@ class Change:
         if isinstance(self.before, torch.Tensor):
             return isinstance(self.after, torch.Tensor)
         return type(self.before) is type(self.after) and not self.is_plain
+
+    @property
+    def is_switched(self) -> bool:
+        """Whether there are tensors only after the call, or only before it."""
+        return bool(self.tensors) != bool(self.made)
 
     @property
     def now(self) -> Any:
@@ -90,6 +97,7 @@ class AssignedState:
         stored: attributes of modules in which the call stores tensors, with what it stores.
         others: other attributes of modules that the call sets, with what it sets them to.
         updated: those that this call or the next reads, and that change.
+        settings: attributes of which the call changes numbers, texts or flags.
         serves_next: whether the next call, which finds other attributes with tensors, is the same.
         growing: lists and dicts in ``stored`` that are longer after each call, with their names.
         makes_tensors: whether the next call may depend on tensors that this one makes.
@@ -114,6 +122,7 @@ class AssignedState:
         self.data = AssignedData(model)
         self.branches = branches
         self.makes_tensors = False
+        self.settings: list[str] = []
         self.serves_next = True
         self.reads_values = False
         self.kept_by_hooks: list[str] = []
@@ -174,9 +183,7 @@ class AssignedState:
         return [
             one.label
             for one in self.changes
-            if not one.by_hook
-            and id(one.after) not in stored
-            and any(tensor.grad_fn for tensor in self.tensors_in(one.after))
+            if not one.by_hook and id(one.after) not in stored and any(tensor.grad_fn for tensor in one.made)
         ]
 
     def _record_changes(self, owner: Any) -> None:
@@ -200,6 +207,7 @@ class AssignedState:
                     before=before.value,
                     tensors=_tensors(old),
                     after=after,
+                    made=_tensors(new),
                     is_plain=old.plain() != new.plain(),
                     moved=moved,
                     by_hook=_computed_by_hook(attributes, name),
@@ -242,22 +250,27 @@ class AssignedState:
             for one in self.changes
             if one.key
             and not one.by_hook
-            and bool(one.tensors) != bool(self.tensors_in(one.after))
+            and one.is_switched
             and (one.key in self.stored or isinstance(one.after, PLAIN))
         }
 
     @contextmanager
-    def after_call(self, program: torch.export.ExportedProgram) -> Iterator[bool]:
+    def after_call(self, program: torch.export.ExportedProgram, *, settings: bool = True) -> Iterator[bool]:
         """Context manager in which modules have the attributes after the traced call.
 
-        It yields whether the next call may depend on them.
+        It yields whether the next call may depend on them. Without ``settings``, only tensors differ from
+        before the call, as for a placed model: not numbers, texts and flags.
         """
         carried = self.carried(constants_read(program))
-        resized = [one for one in self.changes if len(one.tensors) != len(self.tensors_in(one.after))]
-        known, replaced = self.switched | self.keeping_shape, self.buffers.replaced
+        resized = [one for one in self.changes if len(one.tensors) != len(one.made)]
+        replaced, known = self.buffers.replaced, self.switched | self.keeping_shape
         self.makes_tensors = bool(replaced) or any(one.key not in known for one in carried + resized)
-        matters = self.makes_tensors or carried or any(one.is_plain for one in self.changes)
-        changes = [(one.owner, one.name, one.after) for one in self.changes if matters]
+        matters = carried or resized or any(one.is_plain for one in self.changes)
+        changes = [
+            (one.owner, one.name, one.after)
+            for one in self.changes
+            if matters and (settings or one.is_switched or not one.is_plain)
+        ]
         changes += [(one.table, name, one.after) for (_, name), one in replaced.items()]
         with restored(owner for owner, _, _ in changes):
             for owner, name, after in changes:

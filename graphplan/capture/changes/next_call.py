@@ -63,15 +63,24 @@ def compare_with_next(call: TracedCall, following: TracedCall) -> None:
     state.growing = {
         one.key: one.label
         for one in after.changes
-        if one.key in state.stored and len(after.tensors_in(one.after)) > len(one.tensors)
+        if one.key in state.stored and len(one.made) > len(one.tensors)
     }
     for key in state.stored.keys() - {*after.stored, *state.growing, *switched}:  # tables, conversions
         state.others[key] = state.stored.pop(key)
-    settings = [one for one in state.changes if one.is_plain]
+    state.settings = [one.label for one in state.changes if one.is_plain and one.key not in switched]
     exact = state.serves_next and not state.makes_tensors and not tables
-    if settings and not _are_alike(call, following, exact=exact):
-        _refuse_settings(call, switched)
+    if (state.settings or switched) and not _are_alike(call, following, exact=exact):
+        _refuse_settings(state)
         state.serves_next = False
+
+
+def require_independent(call: TracedCall, following: TracedCall, without: TracedCall) -> None:
+    """Raise KeptStateError if the next call depends on numbers, texts or flags that this one changes.
+
+    ``without`` is the next call without these changes: a placed model does not make them.
+    """
+    if operations(following.program, ()) != operations(without.program, ()):
+        _refuse_settings(call.state)
 
 
 def _refuse_replaced_buffers(state: AssignedState, after: AssignedState) -> None:
@@ -83,13 +92,10 @@ def _refuse_replaced_buffers(state: AssignedState, after: AssignedState) -> None
 
 def _tables(call: TracedCall, following: TracedCall) -> set[StoredAttribute | None]:
     """Return the attributes without a tensor before, which the first call stores and the next only reads."""
-    return {
-        one.key
-        for one in call.state.changes
-        if one.key in call.state.switched & call.state.stored.keys()
-        and one.key not in following.state.stored
-        and share_any(call.state.tensors_in(one.now), following.read)
-    }
+    state = call.state
+    first_only = state.switched & state.stored.keys() - following.state.stored.keys()
+    changes = (one for one in state.changes if one.key in first_only)
+    return {one.key for one in changes if share_any(state.tensors_in(one.now), following.read)}
 
 
 def _refuse_reads(call: TracedCall, following: TracedCall, switched: Set[StoredAttribute | None]) -> None:
@@ -97,16 +103,18 @@ def _refuse_reads(call: TracedCall, following: TracedCall, switched: Set[StoredA
     state, after = call.state, following.state
     assigned = {(id(one.owner), one.name) for one in after.changes}
     updates = state.keeping_shape & after.keeping_shape
-    alone = {key for key in switched if key not in after.stored or key in after.keeping_shape}
+    with_gradients = {one.key for one in state.changes if any(tensor.grad_fn for tensor in one.made)}
+    alone = switched - (after.stored.keys() - after.keeping_shape) - with_gradients
     for one in after.carried(following.read) + state.carried(call.read):
         is_kept = (id(one.owner), one.name) not in assigned and share_any(
             state.tensors_in(one.now), following.read
         )
         if one.key in updates:
             state.updated.add(one.key)
-        elif one.key in alone and not any(tensor.grad_fn for tensor in one.tensors):
+        elif one.key in alone:
             state.serves_next = False
-            state.updated.update({one.key}.difference(state.stored))
+            if one.key not in state.stored:  # this call reads it, and sets it to None
+                state.updated.add(one.key)
         elif not is_kept:  # the first call alone may convert a tensor that later ones read
             raise KeptStateError.of(one.label, READ_AND_ASSIGNED)
 
@@ -119,14 +127,12 @@ def _refuse_writes(call: TracedCall, following: TracedCall) -> None:
             raise KeptStateError.of(one.label, WRITTEN)
 
 
-def _refuse_settings(call: TracedCall, switched: Set[StoredAttribute | None]) -> None:
-    """Raise KeptStateError if a call changes numbers, texts or flags, on which the next may depend."""
-    for one in call.state.changes:
-        if one.is_plain and one.key not in switched:
-            raise KeptStateError(
-                f"a call changes {one.label}, and the next computes something else; a graph always computes "
-                "the same. If only the first call differs, call the model before you place it"
-            )
+def _refuse_settings(state: AssignedState) -> None:
+    if state.settings:
+        raise KeptStateError(
+            f"a call changes {state.settings[0]}, and the next computes something else; a graph always "
+            "computes the same. If only the first call differs, call the model before you place it"
+        )
 
 
 def _are_alike(call: TracedCall, following: TracedCall, *, exact: bool) -> bool:

@@ -11,7 +11,7 @@ import copy
 import itertools
 import mmap
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -137,7 +137,10 @@ class ModelCopy:
                 table.clear()
 
     def _find_attributes(self) -> None:
-        tensors = plain_attributes(self.module) | tensors_in_containers(self.module)
+        tensors = plain_attributes(self.module)
+        inner = tensors_in_containers(self.module)
+        uses = Counter(map(memory_of, (*tensors.values(), *inner.values())))
+        tensors |= {name: tensor for name, tensor in inner.items() if uses[memory_of(tensor)] == 1}
         self.attributes = {memory_of(tensor): (name, identity(tensor)) for name, tensor in tensors.items()}
 
     def for_entry(self, entry: str) -> ModelCopy:
@@ -231,7 +234,8 @@ class ModelCopy:
             attributes = vars(self.module.get_submodule(path))
             held, spec = flatten(attributes.get(attribute), Seen())
             leaves, new_spec = flatten(value, Seen())
-            if spec == new_spec and all(map(_is_alike, held, leaves)):
+            are_separate = len(set(map(memory_of, filter(torch.is_tensor, held)))) == len(held)
+            if spec == new_spec and are_separate and all(map(_is_alike, held, leaves)):
                 for mine, its in zip(held, leaves, strict=True):
                     mine.detach().copy_(its)
             else:
@@ -245,9 +249,12 @@ class ModelCopy:
     @property
     def stored_values(self) -> Iterator[tuple[str, Any]]:
         """Names and values of the attributes in which calls store tensors."""
-        for name in self.stored:
-            path, _, attribute = name.rpartition(".")
-            yield name, vars(self.module.get_submodule(path)).get(attribute)
+        return ((name, self.attribute(name)) for name in self.stored)
+
+    def attribute(self, name: str) -> Any:
+        """Return the value of an attribute of a module, by its full name; None if there is none."""
+        path, _, attribute = name.rpartition(".")
+        return vars(self.module.get_submodule(path)).get(attribute)
 
     def warn_once(self, text: str) -> None:
         """Warn, unless this text was given before."""

@@ -77,7 +77,7 @@ def _attributes_of(captured: Capture, model_copy: ModelCopy) -> dict[str, str] |
     memories = {constant: memory_of(tensor) for constant, tensor in captured.constants.items()}
     known = {constant: attributes[memory] for constant, memory in memories.items() if memory in attributes}
     whole = {name: at for name, (at, key) in known.items() if identity(captured.constants[name]) == key}
-    is_view = any(name not in whole and "[" not in at for name, (at, _) in known.items())
+    is_view = any(name not in whole and attribute_and_leaf(at)[0] == at for name, (at, _) in known.items())
     return None if is_view else whole
 
 

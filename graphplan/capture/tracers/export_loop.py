@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -23,7 +23,7 @@ from graphplan.capture.changes.attribute_data import attributes_of
 from graphplan.capture.changes.attribute_snapshots import restore_attributes, restored, snapshot
 from graphplan.capture.changes.code_caches import CodeCaches
 from graphplan.capture.changes.kept_state import KeptStateError
-from graphplan.capture.changes.next_call import TracedCall, compare_with_next
+from graphplan.capture.changes.next_call import TracedCall, compare_with_next, require_independent
 from graphplan.capture.model.function_references import untouched_by_hooks
 from graphplan.capture.model.model_copy import ModelCopy
 from graphplan.capture.model_methods import with_forward
@@ -167,27 +167,35 @@ class _CallTracer:
         self, state: AssignedState, program: torch.export.ExportedProgram, dynamic_shapes: Any
     ) -> None:
         """Raise KeptStateError if the next call depends on attributes that the traced one has assigned."""
+        call = TracedCall(state, program)
         with state.after_call(program) as may_differ:
             if not may_differ:
                 return
-            try:
-                next_state, next_program = self._trace_next(state, dynamic_shapes)
-            except Exception as error:  # the tracer runs the model's own code, which may raise anything
-                name = type(self._model_copy.module).__name__
-                raise KeptStateError(
-                    f"after its first call {name} has attributes with which it cannot be traced: "
-                    f"{first_line(error)}"
-                ) from error
-            compare_with_next(TracedCall(state, program), TracedCall(next_state, next_program))
+            following = self._trace_next(state, dynamic_shapes)
+            compare_with_next(call, following)
+        if not state.serves_next and state.settings:
+            with state.after_call(program, settings=False):
+                require_independent(call, following, self._trace_next(state, dynamic_shapes))
 
-    def _trace_next(
-        self, state: AssignedState, dynamic_shapes: Any
-    ) -> tuple[AssignedState, torch.export.ExportedProgram]:
-        """Trace the next call; for one size if it reads tensors that the traced one made, which have one."""
+    def _trace_next(self, state: AssignedState, dynamic_shapes: Any) -> TracedCall:
+        """Trace the next call; for one size if it reads tensors that the traced one made, which have one.
+
+        Raises:
+            KeptStateError: it cannot be traced.
+        """
         if not state.makes_tensors:
-            with suppress(Exception):
-                return self.run(dynamic_shapes, self.new_branches())
-        return self.run(None, self.new_branches())
+            try:
+                return TracedCall(*self.run(dynamic_shapes, self.new_branches()))
+            except Exception as error:  # the tracer runs the model's own code, which may raise anything
+                logger.info("tracing the next call for one size: %s", first_line(error))
+        try:
+            return TracedCall(*self.run(None, self.new_branches()))
+        except Exception as error:
+            name = type(self._model_copy.module).__name__
+            raise KeptStateError(
+                f"after its first call {name} has attributes with which it cannot be traced: "
+                f"{first_line(error)}"
+            ) from error
 
 
 @contextmanager
