@@ -89,7 +89,7 @@ class ModelCopy:
         entry: the method that is called: ``"model.encoder"`` for a submodule, ``"model:encode"`` for a method
             of one, empty for the model.
         attributes: memory of each tensor that is a plain attribute, or in a container of tensors that is
-            one -> its name and identity.
+            one and not elsewhere -> its name and identity.
         stored: names of the attributes in which calls store tensors.
         shared: name -> attribute of the caller's model that cannot be copied.
         warned: texts of the warnings that were given.
@@ -137,11 +137,12 @@ class ModelCopy:
                 table.clear()
 
     def _find_attributes(self) -> None:
-        tensors = plain_attributes(self.module)
         inner = tensors_in_containers(self.module)
-        uses = Counter(map(memory_of, (*tensors.values(), *inner.values())))
-        tensors |= {name: tensor for name, tensor in inner.items() if uses[memory_of(tensor)] == 1}
-        self.attributes = {memory_of(tensor): (name, identity(tensor)) for name, tensor in tensors.items()}
+        tensors = plain_attributes(self.module) | inner
+        uses = Counter(map(memory_of, tensors.values()))
+        tied = {memory for memory in map(memory_of, inner.values()) if uses[memory] > 1}
+        known = {name: tensor for name, tensor in tensors.items() if memory_of(tensor) not in tied}
+        self.attributes = {memory_of(tensor): (name, identity(tensor)) for name, tensor in known.items()}
 
     def for_entry(self, entry: str) -> ModelCopy:
         """Return this copy with another entry and the weights of the whole model; itself if it is empty."""

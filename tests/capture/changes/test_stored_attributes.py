@@ -895,6 +895,9 @@ class Begins(nn.Module):
             self.hidden = None
         if kind == "tied":
             self.hidden = (torch.zeros(4, 8),) * 2
+        elif kind == "shared":
+            self.hidden = torch.zeros(4, 8)
+            self.initial = [self.hidden]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(self.linear(x))
@@ -904,6 +907,8 @@ class Begins(nn.Module):
             self.hidden = (y + c, y - h)
             return h + c + y
         hidden = getattr(self, "hidden", None)
+        if self.kind == "shared":
+            y = y * 2 + self.initial[0]
         if self.kind == "mean":
             y = y if hidden is None else hidden + (y - hidden) / self.steps
         elif hidden is not None and (self.kind != "flag" or self.started):
@@ -912,7 +917,7 @@ class Begins(nn.Module):
         return y * 2
 
 
-@pytest.mark.parametrize("kind", ["none", "absent", "tied", "mean", "flag"])
+@pytest.mark.parametrize("kind", ["none", "absent", "tied", "shared", "mean", "flag"])
 @torch.no_grad()
 def test_states_that_begin(kind: str) -> None:
     # regression: the second call of these models computed what the first does, or counted one call too few
