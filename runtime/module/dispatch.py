@@ -295,7 +295,8 @@ class _ProgramSearch:
         latest = next(filter(self._is_like, reversed(self.state.programs)), None)
         if latest is None:
             return f"the first call of {self.request.entry or 'forward'} in this mode"
-        return latest.signature.mismatch(self.request.call) or "its code took another branch"
+        changed = "its code takes another branch, or what an attribute is has changed"
+        return latest.signature.mismatch(self.request.call) or changed
 
     def _require_few_graphs(self) -> None:
         """Raise NoGraphError if many graphs serve calls of this structure, each for other values."""

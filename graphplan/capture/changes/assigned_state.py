@@ -135,9 +135,8 @@ class AssignedState:
         self, tracer: Any, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Return the result of a module's call; at the end of the model's own call, write buffers."""
-        if (
-            self.buffers.is_recorded or vars(module) is not self._model
-        ):  # a part, or the tracer's wrapper of the model
+        is_part = vars(module) is not self._model  # or the tracer's wrapper of the model
+        if is_part or self.buffers.is_recorded:
             return forward(*args, **kwargs)
         self.buffers.record(_modules(module))
         for owner in (*_modules(module), *self._objects.values()):
