@@ -135,8 +135,8 @@ class StoredPlace:
         value: the attribute.
         in_place: whether it changes the list or dict that the attribute holds, instead of replacing it.
         constants: the tensors of the code that have the attribute's present values, by leaf, if the code
-            reads them. The attribute consists of them, and of None for other leaves, during a call and after one
-            that has failed.
+            reads them. The attribute consists of them, and of None for other leaves, during a call and after
+            one that has failed.
     """
 
     value: StoredValue
