@@ -56,10 +56,10 @@ class StoredValue:
         held = self.get()
         if held is None or (isinstance(held, _CHANGED_IN_PLACE) and not held):
             return True
-        if not self._constants:
-            return layout_of(held) in (*self._stored, self._traced)
         tensors = [leaf for leaf in flatten(held, Seen())[0] if isinstance(leaf, torch.Tensor)]
-        return bool(tensors) and not any(tensor.requires_grad for tensor in tensors)
+        if not self._constants or not tensors:
+            return layout_of(held) in (*self._stored, self._traced)
+        return not any(tensor.requires_grad for tensor in tensors)
 
     def is_read_as(self, constants: list[tuple[int, torch.Tensor]]) -> None:
         """Let these tensors of the code have the attribute's values, each that of one of its leaves."""

@@ -779,22 +779,26 @@ class Pair(nn.Module):
         self.cell, self.kind, self.states = nn.LSTMCell(8, 8), kind, None
         if kind == "list":
             self.states = [torch.zeros(4, 8), torch.zeros(4, 8)]
+        elif kind == "numbers":
+            self.states = [0.0, 0.0]
         elif kind == "dict":
             self.states = {"h": torch.zeros(4, 8), "c": torch.zeros(4, 8)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         before = tuple(self.states.values()) if self.kind == "dict" else self.states
+        if self.kind == "numbers" and isinstance(before[0], float):
+            before = [torch.full_like(x, number) for number in before]
         h, c = self.cell(x, before)
         if self.kind == "dict":
             self.states["h"], self.states["c"] = h, c
-        elif self.kind == "list":
+        elif self.kind in ("list", "numbers"):
             self.states[:] = [h, c]
         else:
             self.states = h, c
         return h + c
 
 
-@pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
+@pytest.mark.parametrize("kind", ["tuple", "list", "dict", "numbers"])
 @torch.no_grad()
 def test_states_in_containers(kind: str) -> None:
     model = Pair(kind)
@@ -808,7 +812,7 @@ def test_states_in_containers(kind: str) -> None:
             assert torch.allclose(placed(x).cpu(), eager(x), atol=1e-5)
             held, expected = tree_leaves(placed.states), tree_leaves(eager.states)
             assert all(map(torch.allclose, (one.cpu() for one in held), expected))
-        assert len(placed.plans) == 1 + (kind == "tuple")
+        assert len(placed.plans) == 1 + (kind in ("tuple", "numbers"))
 
 
 class Consumes(nn.Module):
