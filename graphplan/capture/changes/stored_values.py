@@ -57,7 +57,7 @@ def tensors_in_containers(model: nn.Module) -> dict[str, torch.Tensor]:
     found = dict[str, torch.Tensor]()
     for path, part in model.named_modules():
         for name, value in own_attributes(part).items():
-            if isinstance(value, _CONTAINERS[:-1]) and value:
+            if isinstance(value, (list, tuple, dict, deque)):
                 leaves, spec = flatten(value, Seen())
                 if _has_plain_containers(spec) and all(isinstance(leaf, torch.Tensor) for leaf in leaves):
                     full = f"{path}.{name}" if path else name
