@@ -387,19 +387,20 @@ class TensorPresence:
     Attributes:
         before: names of the attributes that had tensors before the call.
         after: names of those that have tensors after it.
-        read: attribute that the graph reads -> its layout, as of :func:`layout_of`.
+        layouts: attribute -> its layout before the call, as of :func:`layout_of`, for those that the graph
+            reads, or on whose layout the call may depend.
     """
 
     before: frozenset[str] = frozenset()
     after: frozenset[str] = frozenset()
-    read: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    layouts: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
     def allows(self, values: Iterable[tuple[str, Any]]) -> bool:
         """Whether the graph serves calls while attributes, given by name, have these values."""
         found = dict(values)
         present = {name for name, value in found.items() if has_tensors(value)}
         return present in (self.after.intersection(found), self.before.intersection(found)) and all(
-            layout_of(found[name]) == self.read[name] for name in present.intersection(self.read)
+            layout_of(found[name]) == self.layouts[name] for name in present.intersection(self.layouts)
         )
 
 

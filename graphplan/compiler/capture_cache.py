@@ -125,11 +125,13 @@ class Captures:
         enter_stage("trace")
         traced = self._trace(call, vary=vary, sizes=sizes)
         before = attributes_with_tensors(self.model_copy.module)
-        after = before.union(map(str, traced.stored.values())).difference(traced.plain_sets)
-        read = {attribute_and_leaf(name)[0] for name in (traced.attributes or {}).values()}
-        layouts = {name: layout_of(self.model_copy.attribute(name)) for name in read}
-        presence = TensorPresence(before, after if traced.serves_next else before, layouts)
-        traced = replace(traced, presence=presence)
+        stored = frozenset(map(str, traced.stored.values()))
+        after = before.union(stored).difference(traced.plain_sets)
+        matter = {attribute_and_leaf(name)[0] for name in (traced.attributes or {}).values()}
+        if not traced.serves_next:
+            after, matter = before, matter | (before & stored)
+        layouts = {name: layout_of(self.model_copy.attribute(name)) for name in matter}
+        traced = replace(traced, presence=TensorPresence(before, after, layouts))
         self.captured.append(Captured(modes, traced, [], vary))
         self.model_copy.enter(modes)  # tracing runs forward, which may fill in missing configuration
         return self.captured[-1]

@@ -31,8 +31,9 @@ logger = logging.getLogger("graphplan")
 
 _MANY = 8  # as many compilations as torch.compile allows by default
 _MANY_GRAPHS = (
-    f"{_MANY} graphs have been traced for one model, the last for this reason: {{}}. Sizes, or an argument "
-    "that is not a tensor (a float, a string, how long a list is), change from one forward pass to the next. "
+    f"{_MANY} graphs have been traced for one model, the last for this reason: {{}}. Sizes, an argument that "
+    "is not a tensor (a float, a string, how long a list is), or the shape of a state in an attribute change "
+    "from one forward pass to the next. "
     "Pass tensors, or dynamic_shapes; make no text of a size in forward(). Each reason is logged at INFO"
 )
 _MANY_PLANS = (

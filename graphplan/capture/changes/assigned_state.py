@@ -253,6 +253,16 @@ class AssignedState:
             and (one.key in self.stored or isinstance(one.after, PLAIN))
         }
 
+    @property
+    def reshaped(self) -> set[StoredAttribute]:
+        """The stored attributes whose tensors have other shapes or types after the call than before it."""
+        both = (one for one in self.changes if one.key in self.stored and one.tensors and one.made)
+        return {
+            one.key
+            for one in both
+            if one.key and list(map(_shape_and_type, one.tensors)) != list(map(_shape_and_type, one.made))
+        }
+
     @contextmanager
     def after_call(self, program: torch.export.ExportedProgram, *, settings: bool = True) -> Iterator[bool]:
         """Context manager in which modules have the attributes after the traced call.
@@ -262,9 +272,9 @@ class AssignedState:
         """
         carried = self.carried(constants_read(program))
         resized = [one for one in self.changes if len(one.tensors) != len(one.made)]
-        replaced, known = self.buffers.replaced, self.switched | self.keeping_shape
+        replaced, known = self.buffers.replaced, self.switched | self.keeping_shape | self.reshaped
         self.makes_tensors = bool(replaced) or any(one.key not in known for one in carried + resized)
-        matters = carried or resized or any(one.is_plain for one in self.changes)
+        matters = carried or resized or self.reshaped or any(one.is_plain for one in self.changes)
         changes = [
             (one.owner, one.name, one.after)
             for one in self.changes
@@ -310,6 +320,10 @@ def _without_trace(tree: Any) -> Any:
     """Return a tree with zeros in place of traced tensors, and numbers in place of symbols."""
     leaves, spec = flatten(tree, Seen())
     return unflatten([_zeros(one) if isinstance(one, torch.Tensor) else _number(one) for one in leaves], spec)
+
+
+def _shape_and_type(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, *map(_number, tensor.shape)
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,12 +16,14 @@ Former values of a buffer that are returned, or assigned to another buffer, are 
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 
 import torch
 from torch import fx
 
 from graphplan.capture.captured_graph import Capture
 from graphplan.capture.source_lines import belong_with
+from graphplan.capture.structure import attribute_and_leaf
 from graphplan.capture.written_memory import memories, named_arguments, written_arguments
 
 aten = torch.ops.aten
@@ -106,6 +108,17 @@ def copy_read_buffers(capture: Capture) -> None:
         copy.meta = {**earlier[0].meta, "val": buffer.meta["val"]}
         for user in earlier:
             user.replace_input_with(buffer, copy)
+
+
+def copy_read_states(capture: Capture, states: Container[str]) -> None:
+    """Read copies of attributes that calls update: a backward pass may follow after more calls."""
+    names = {name for name, at in (capture.attributes or {}).items() if attribute_and_leaf(at)[0] in states}
+    for node in capture.graph.find_nodes(op="placeholder"):
+        if capture.weights.get(node.name) in names:
+            with capture.graph.inserting_after(node):
+                copy = capture.graph.call_function(aten.clone.default, (node,))
+            copy.meta = dict(node.meta)
+            node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
 
 
 def _written_node(node: fx.Node) -> fx.Node:

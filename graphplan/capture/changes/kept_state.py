@@ -20,6 +20,6 @@ class KeptStateError(NoGraphError):
         name = name or attribute.rpartition(".")[2]
         return cls(
             f"{attribute} is {change}: a graph keeps nothing from the call before but buffers, and "
-            "attributes that keep their shape and type and are assigned tensors without a gradient. Make it "
-            f"a buffer, by register_buffer({name!r}, ...)"
+            "attributes that keep their shape and type and are assigned tensors without a gradient "
+            f"(.detach()). Make it a buffer, by register_buffer({name!r}, ...)"
         )

@@ -5,7 +5,8 @@ shape and type. So two calls are traced, the second with zeros in what the first
 
 - If the second reads something else that the first assigns, the model has no graph. The exception is a table
   that the first makes and the second only reads: each call of the graph makes it, and it is not stored.
-- If the second differs because an attribute has a tensor now, or none any more, it gets a graph of its own::
+- If the second differs because an attribute has a tensor now, or none any more, or one of another shape, it
+  gets a graph of its own::
 
     if self.hidden is None:                    in the first graph only
         self.hidden = torch.zeros_like(x)
@@ -58,7 +59,8 @@ def compare_with_next(call: TracedCall, following: TracedCall) -> None:
     switched = state.switched - tables
     if any((key in state.stored) != (key in after.stored) for key in switched):
         state.serves_next = False
-    _refuse_reads(call, following, switched)
+    changed = switched | state.reshaped - tables
+    _refuse_reads(call, following, changed)
     _refuse_writes(call, following)
     state.growing = {
         one.key: one.label
@@ -69,7 +71,7 @@ def compare_with_next(call: TracedCall, following: TracedCall) -> None:
         state.others[key] = state.stored.pop(key)
     state.settings = [one.label for one in state.changes if one.is_plain and one.key not in switched]
     exact = state.serves_next and not state.makes_tensors and not tables
-    if (state.settings or switched) and not _are_alike(call, following, exact=exact):
+    if (state.settings or changed) and not _are_alike(call, following, exact=exact):
         _refuse_settings(state)
         state.serves_next = False
 
@@ -91,20 +93,23 @@ def _refuse_replaced_buffers(state: AssignedState, after: AssignedState) -> None
 
 
 def _tables(call: TracedCall, following: TracedCall) -> set[StoredAttribute | None]:
-    """Return the attributes without a tensor before, which the first call stores and the next only reads."""
+    """Return the attributes in which the first call stores new tensors, and which the next only reads."""
     state = call.state
-    first_only = state.switched & state.stored.keys() - following.state.stored.keys()
+    first_only = (state.switched | state.reshaped) & state.stored.keys() - following.state.stored.keys()
     changes = (one for one in state.changes if one.key in first_only)
     return {one.key for one in changes if share_any(state.tensors_in(one.now), following.read)}
 
 
-def _refuse_reads(call: TracedCall, following: TracedCall, switched: Set[StoredAttribute | None]) -> None:
-    """Raise KeptStateError if a call reads what another assigns, unless its graph can, or serves it alone."""
+def _refuse_reads(call: TracedCall, following: TracedCall, changed: Set[StoredAttribute | None]) -> None:
+    """Raise KeptStateError if a call reads what another assigns, unless its graph can, or serves it alone.
+
+    ``changed`` are the attributes that have tensors only before or after the call, or of another shape.
+    """
     state, after = call.state, following.state
     assigned = {(id(one.owner), one.name) for one in after.changes}
     updates = state.keeping_shape & after.keeping_shape
     with_gradients = {one.key for one in state.changes if any(tensor.grad_fn for tensor in one.made)}
-    alone = switched - (after.stored.keys() - after.keeping_shape) - with_gradients
+    alone = changed - (after.stored.keys() - after.keeping_shape) - with_gradients
     for one in after.carried(following.read) + state.carried(call.read):
         is_kept = (id(one.owner), one.name) not in assigned and share_any(
             state.tensors_in(one.now), following.read

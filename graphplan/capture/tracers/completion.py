@@ -10,7 +10,7 @@ import torch
 from graphplan.capture.autocast import write_casts
 from graphplan.capture.captured_graph import Capture, rename_clashes
 from graphplan.capture.changes.assigned_state import AssignedState
-from graphplan.capture.changes.assigned_writes import copy_read_buffers
+from graphplan.capture.changes.assigned_writes import copy_read_buffers, copy_read_states
 from graphplan.capture.changes.attribute_snapshots import own_attributes, snapshot
 from graphplan.capture.changes.kept_state import READ_AND_ASSIGNED, KeptStateError
 from graphplan.capture.changes.stored_values import PLAIN
@@ -60,6 +60,9 @@ def complete(captured: Capture, model_copy: ModelCopy, *, keep_grad: bool) -> Ca
         growing=frozenset(model_copy.full_name(str(one)) for one in state.growing),
         serves_next=state.serves_next,
     )
+    if keep_grad:
+        stored = set(map(model_copy.full_name, map(str, state.stored)))
+        copy_read_states(captured, stored | model_copy.stored)
     whole = {attribute_and_leaf(name)[0] for name in (captured.attributes or {}).values()}
     updated = set(map(model_copy.full_name, map(str, state.updated)))
     for name in updated - whole | updated & captured.parts_read:

@@ -987,3 +987,42 @@ def test_first_graph_runs_within_its_budget_beside_states() -> None:
                 placed.states = eager.states = None
             assert torch.allclose(placed(X).cpu(), eager(X), atol=1e-5)
         assert all(machine.peak_bytes(key) <= 380 * 1024 for key in (0, 1))
+
+
+class Restarts(nn.Module):
+    """A state that begins again where the batch has another size."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind, self.hidden = nn.Linear(8, 8), kind, None
+        self.inner = nn.Linear(8, 8)
+        if kind == "tensor":
+            self.hidden = torch.zeros(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x))
+        hidden = self.hidden[0] if self.kind == "tuple" and self.hidden else self.hidden
+        if hidden is not None and hidden.shape == y.shape:
+            y = y + self.inner(hidden)
+        self.hidden = (y.detach(),) if self.kind == "tuple" else y.detach()
+        return y * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"grad": True}, SGD])
+@pytest.mark.parametrize("kind", ["none", "tensor", "tuple"])
+def test_states_that_restart_with_each_batch_size(kind: str, options: dict[str, Any]) -> None:
+    # regression: a call that did not read the state, since its shape differed, served the next one too
+    model = Restarts(kind)
+    eager = copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X,), strict=True, **options)
+    with torch.set_grad_enabled(bool(options)):
+        for rows in (4, 4, 6, 6, 6, 4, 4):
+            # without backward() between the calls: each has a copy of the state
+            inputs = torch.randn(2, rows, 8)
+            found, expected = ([one(x) for x in inputs] for one in (placed, eager))
+            assert torch.allclose(torch.stack(found), torch.stack(expected), atol=1e-5)
+            if options:
+                for one, results in ((placed, found), (eager, expected)):
+                    one.zero_grad()
+                    sum(result.square().sum() for result in results).backward()
+                assert torch.allclose(placed.linear.weight.grad, eager.linear.weight.grad, atol=1e-4)
