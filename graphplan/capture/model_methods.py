@@ -130,7 +130,10 @@ def pure_method(module: nn.Module, name: str, *, loops: bool) -> Callable[..., A
             running.clear()
             changed = _without_recorders(restore_attributes(before))
         if changed:
-            raise RunAsItIs(f"{name!r} changes {changed[0]!r}")
+            raise RunAsItIs(
+                f"{name!r} changes {changed[0]!r}, so its own code runs, over the placed weights: leave it out "
+                "of calls="
+            )
         return result
 
     return run
