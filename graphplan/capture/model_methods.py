@@ -131,8 +131,8 @@ def pure_method(module: nn.Module, name: str, *, loops: bool) -> Callable[..., A
             changed = _without_recorders(restore_attributes(before))
         if changed:
             raise RunAsItIs(
-                f"{name!r} changes {changed[0]!r}, so its own code runs, over the placed weights: leave it out "
-                "of calls="
+                f"{name!r} changes {changed[0]!r}, so its own code runs, over the placed weights: leave it "
+                "out of calls="
             )
         return result
 
