@@ -13,6 +13,7 @@ from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import assign_weights, on_one_device
 
 _SLOW = 1.5  # ratio to the time with room: beyond it, a third of the time or more is for lack of memory
+_VERY_SLOW = 5.0  # ratio that a warning is worth: some operations on the CPU take a few times as long
 
 
 def seconds_with_room(plan: PlanData) -> float:
@@ -35,6 +36,11 @@ def slowness(plan: PlanData) -> float:
 def lacks_room(plan: PlanData) -> bool:
     """Whether lack of memory makes a forward pass slower by more than the factor ``_SLOW``."""
     return slowness(plan) > _SLOW
+
+
+def is_very_slow(plan: PlanData) -> bool:
+    """Whether lack of memory makes a forward pass slower by more than the factor ``_VERY_SLOW``."""
+    return slowness(plan) > _VERY_SLOW
 
 
 def _simple_placements(problem: Problem) -> Iterator[Assignment]:

@@ -19,7 +19,7 @@ from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from graphplan.analysis.lack_of_room import lacks_room, seconds_with_room, slowness
+from graphplan.analysis.lack_of_room import is_very_slow, seconds_with_room, slowness
 from graphplan.analysis.plan import Plan
 from graphplan.capture.model.model_copy import AttributeValues, ModelCopy
 from graphplan.capture.model.model_weights import tensor_bytes
@@ -291,7 +291,7 @@ class Compiler:
     def _warn_of_slow_call(self, plan: Plan, call: BoundCall) -> None:
         """Warn once, before it runs, that such calls are slow: the weights leave too little memory free."""
         warned, noticed = self.model_copy.warned, plan.makespan > _NOTICED
-        if noticed and (key := f"a slow call of {call.entry!r}") not in warned and lacks_room(plan):
+        if noticed and (key := f"a slow call of {call.entry!r}") not in warned and is_very_slow(plan):
             warned.add(key)
             both = ", or with calls= for both" if self.options.training is None else ""
             warn(

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphplan.analysis.lack_of_room import lacks_room, seconds_with_room
+from graphplan.analysis.lack_of_room import is_very_slow, lacks_room, seconds_with_room
 from graphplan.capture.signature import BoundCall
 from graphplan.capture.structure import unflatten
 from graphplan.capture.thread_patches import one_at_a_time
@@ -89,7 +89,7 @@ def plan_first(compiler: Compiler, call: BoundCall) -> list[Planned]:
 def _warn_of_slow_calls(planned: Sequence[Planned]) -> None:
     """Warn if a call of ``generate`` is slow for lack of memory, wherever the weights reside."""
     for later in planned[1:]:
-        if lacks_room(later.plan):
+        if is_very_slow(later.plan):
             warn(
                 f"a forward pass of generate() is estimated to take {later.plan.makespan:.2g} s, or "
                 f"{seconds_with_room(later.plan):.2g} s if the weights left more memory free: lower "
