@@ -10,6 +10,7 @@ from graphplan.analysis.plan import Plan
 from graphplan.capture.captured_graph import Capture, Part
 from graphplan.capture.model.model_weights import tensor_bytes
 from graphplan.devices.topology import DISK, DeviceKey, Topology
+from graphplan.errors import InfeasibleError
 from graphplan.ir.graph import Graph
 from graphplan.ir.schedule import Assignment, prefetch_bytes
 from graphplan.runtime.weights.storage import WeightLayout
@@ -115,8 +116,11 @@ class Commitments:
     ) -> dict[str, DeviceKey]:
         """Return devices for the constants that earlier plans do not have, whose peaks do not count them.
 
-        Each is on the first device with room for it beside the peaks of these plans, if there is one; nothing
-        is returned if every device has room for all.
+        Each is on the first device with room for it beside the peaks of these plans; nothing is returned if
+        every device has room for all.
+
+        Raises:
+            InfeasibleError: no device has room for one of them.
         """
         new = {n: tensor_bytes(x) for n, x in constants.items() if n not in self.constants.homes}
         if not self.plans or not new:
@@ -129,9 +133,14 @@ class Commitments:
         if sum(new.values()) <= min(room.values()):
             return homes
         for name, nbytes in new.items():
-            fitting = (key for key in room if nbytes <= room[key])
-            homes[name] = next(fitting, topology.cpu or max(room, key=lambda key: room[key]))
-            room[homes[name]] -= nbytes
+            key = next((key for key in room if nbytes <= room[key]), None)
+            if key is None:
+                most = max(room, key=lambda key: room[key])
+                raise InfeasibleError(
+                    f"the constant {name!r} needs {nbytes} bytes, but beside what other calls need, at most "
+                    f"{room[most]} bytes are free, on device {most}"
+                )
+            homes[name], room[key] = key, room[key] - nbytes
         return homes
 
     def layout(self, topology: Topology) -> WeightLayout:

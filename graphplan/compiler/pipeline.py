@@ -236,6 +236,7 @@ class Compiler:
         Raises:
             LimitError: the call is larger than the caller's limits.
             CaptureError: the call cannot be traced or measured.
+            InfeasibleError: there is no room for its constants beside what earlier plans need.
         """
         return self._formulation.plain(Member(self.captures.annotated(call), call))
 

@@ -35,7 +35,7 @@ from graphplan.capture.model.model_weights import (
 from graphplan.capture.model.modes import Differentiation, ModeReader, Modes, autocast_of
 from graphplan.capture.model.shared_attributes import copy_to_trace
 from graphplan.capture.signature import BoundCall, bind_call, signature_of
-from graphplan.capture.structure import Seen, flatten, flatten_with_path, unflatten
+from graphplan.capture.structure import Seen, flatten, flatten_with_path, map_leaves, unflatten
 from graphplan.capture.transformers.caches import register_caches
 from graphplan.capture.value_branches import Branches, ValueOf, is_integer_tensor
 from graphplan.errors import CaptureError
@@ -76,9 +76,6 @@ class AttributeValues:
     absent: Set[str] = frozenset()
 
 
-_NO_VALUES = AttributeValues()
-
-
 class ModelCopy:
     """A copy of a model to trace, with stand-ins for its weights.
 
@@ -110,6 +107,7 @@ class ModelCopy:
         self.warned: set[str] = set()
         self.inputs_have_values = True
         self.stored = set[str]()
+        self._initial: dict[str, Any] = {}  # attribute in ``stored`` -> its value in the caller's model
         self._codes = defaultdict[str, TracedCode](TracedCode)  # by entry
         self.step: Differentiation | None = None
         self.device_types: tuple[str, ...] = ()
@@ -214,10 +212,10 @@ class ModelCopy:
     def enter(
         self,
         modes: Modes,
-        values: AttributeValues = _NO_VALUES,
+        values: AttributeValues | None = None,
         current: ValueOf | None = None,
     ) -> None:
-        """Set the modes of later traces, and the values of attributes.
+        """Set the modes of later traces, and the values of attributes if they are given.
 
         ``current``, if given, replaces the function that returns the current weights.
 
@@ -230,7 +228,15 @@ class ModelCopy:
                 parameter.requires_grad = name in modes.step.trained
         self.step, self.autocast = modes.step, modes.autocast
         self.current = current or self.current
-        for name, value in {**values.watched, **values.stored}.items():
+        if values is not None:
+            self._set_attributes(values)
+
+    def _set_attributes(self, values: AttributeValues) -> None:
+        for name in (values.stored.keys() | values.absent) - self._initial.keys():
+            self._initial[name] = map_leaves(_copied_to_host, self.attribute(name), Seen())
+        # another copy of the placed model may have called what stores the others
+        others = {name: value for name, value in self._initial.items() if name not in values.absent}
+        for name, value in {**others, **values.watched, **values.stored}.items():
             path, _, attribute = name.rpartition(".")
             attributes = vars(self.module.get_submodule(path))
             held, spec = flatten(attributes.get(attribute), Seen())

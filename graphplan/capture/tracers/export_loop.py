@@ -190,7 +190,7 @@ class _CallTracer:
                 logger.info("tracing the next call for one size: %s", first_line(error))
         try:
             return TracedCall(*self.run(None, self.new_branches()))
-        except Exception as error:
+        except Exception as error:  # as above
             name = type(self._model_copy.module).__name__
             raise KeptStateError(
                 f"after its first call {name} has attributes with which it cannot be traced: "

@@ -113,8 +113,10 @@ def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehe
             compiler.problem_of(rehearsed.first_call)
         except (LimitError, CaptureError) as error:
             logger.info("no memory is reserved for a forward pass of generate(): %s", error)
-        else:
-            yield rehearsed
+            continue
+        except InfeasibleError as error:  # of constants: other weights on the accelerators may leave room
+            logger.info("no room for a forward pass of generate(): %s", error)
+        yield rehearsed
 
 
 def _plan_in_turn(

@@ -607,6 +607,20 @@ class Asks(nn.Module):
         return h.sum()
 
 
+@torch.no_grad()
+def test_a_copy_does_not_find_what_the_original_stores() -> None:
+    # regression: both share the copy of the model that is traced, which had the original's tensor
+    model = Recalls()
+    eager, other = copy.deepcopy(model), copy.deepcopy(model)
+    placed = graphplan.partition(model, {"cpu": "1MiB"}, (X, True), strict=True)
+    copied = copy.deepcopy(placed)
+    for ask in (False, True):
+        assert torch.allclose(placed(X, ask), eager(X, ask), atol=1e-5)
+    for scale in (2.0, 1.0):
+        assert torch.allclose(copied(X, True, scale), other(X, True, scale), atol=1e-5)
+    assert torch.allclose(placed(X, True, 3.0), eager(X, True, 3.0), atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["tensor", "list"])
 @torch.no_grad()
 def test_calls_of_another_structure_read_what_is_stored(kind: str) -> None:
@@ -627,8 +641,8 @@ class Recalls(nn.Module):
         super().__init__()
         self.linear, self.kept = nn.Linear(8, 8), None
 
-    def forward(self, x: torch.Tensor, ask: bool = False) -> torch.Tensor:
-        h = torch.tanh(self.linear(x))
+    def forward(self, x: torch.Tensor, ask: bool = False, scale: float = 1.0) -> torch.Tensor:
+        h = torch.tanh(self.linear(x)) * scale
         if ask:
             return h if self.kept is None else h + self.kept
         self.kept = h
