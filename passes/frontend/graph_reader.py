@@ -39,6 +39,9 @@ _GATHERS = {
     aten.gather.default,
 }
 
+# Products of each row with the matrix of its group, such as an expert: at most one matrix is read for each row.
+_GROUPED = {"_grouped_mm", "transformers::grouped_mm_fallback"}
+
 
 class GraphReader:
     """Records the operations, values and weights of an fx graph."""
@@ -202,6 +205,9 @@ class GraphReader:
         read = [t.copy_bytes for t in tensors if isinstance(t, TensorMeta)]
         if node.target in _GATHERS:
             return 2 * output_bytes + sum(read[1:])
+        if target_name(node.target) in _GROUPED and len(tensors[1].shape) == 3 > len(tensors[0].shape):
+            rows, matrices = tensors[0].shape[0], tensors[1].shape[0]
+            read[1] = read[1] // matrices * min(rows, matrices)
         return output_bytes + sum(read)
 
     def graph(self) -> Graph:

@@ -592,11 +592,13 @@ class Arrays:
         home = self.fixed[self.values :].copy()
         home[[v - self.values for v in self.returned_weights]] = -1
         counted = np.bincount(home[home >= 0], self.weight_bytes[home >= 0], len(self.keys))
-        prefetch_bytes = np.array(
-            [float(self.problem.prefetch_bytes.get(spec.key, 0)) for spec in self.specs]
-        )
-        total: Floats = counted[: self.computing] + prefetch_bytes + self._input_bytes
+        total: Floats = counted[: self.computing] + self.allocated_buffers + self._input_bytes
         return total
+
+    @cached_property
+    def allocated_buffers(self) -> Floats:
+        """(devices that compute,) bytes of the prefetch buffers that plans of other passes have allocated."""
+        return np.array([float(self.problem.prefetch_bytes.get(spec.key, 0)) for spec in self.specs])
 
     def fits(self, devices: Ints, chosen: Ints | None = None) -> bool:
         """Whether every budget is kept."""

@@ -186,9 +186,7 @@ def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
     graph, total = problem.graph, 0
     for weight in graph.weights.values():
         readers = graph.readers.get(weight.name, ())
-        if not readers or weight.name in problem.fixed_weights:
-            continue
-        if all(problem.allowed[reader] <= keys for reader in readers):
+        if readers and all(problem.allowed[reader] <= keys for reader in readers):
             total += weight.held_bytes
     return total
 

@@ -90,10 +90,8 @@ class _PlacementProgram:
         self.classes = self._classify()
         self.windows = 1 + max(0, *(c.window for c in self.classes)) if self.classes else 1
         self.groups = self._device_groups()
-        prefetch_bytes = arrays.problem.prefetch_bytes
         # existing prefetch buffers are counted in rows of their own
-        self.room = arrays.room - arrays.fixed_bytes
-        self.room += np.array([float(prefetch_bytes.get(spec.key, 0)) for spec in arrays.specs])
+        self.room = arrays.room - arrays.fixed_bytes + arrays.allocated_buffers
         room = float(self.room[arrays.accelerates].max(initial=0.0))
         self.byte_scale = max(1.0, float(arrays.weight_bytes.max(initial=1.0)), 0.01 * room)
         self._build()

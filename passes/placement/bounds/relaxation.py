@@ -129,7 +129,8 @@ class Relaxation:
         if self.buffers is not None:
             reserve = np.maximum(reserve, self.buffers.activation_bytes)
         room = unreserved - reserve
-        reserved = np.zeros(len(room)) if self.buffers is None else self.buffers.total
+        total = np.zeros(len(room)) if self.buffers is None else self.buffers.total
+        reserved = np.maximum(total - arrays.allocated_buffers, 0.0)  # these are in the fixed bytes
         # a device without room is not used, and then holds no bytes
         self.activation_reserve, self.room = reserve, np.maximum(room - reserved, 0.0)
         # a budget above all bytes is no limit: it does not steer the prices

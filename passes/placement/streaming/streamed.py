@@ -349,7 +349,8 @@ class StreamedSearch:
         """
         keys, count = self.arrays.keys, frontier.devices
         needs = np.array([step.needs for step in frontier.steps if step.variable < frontier.units])
-        left = self.arrays.room - self.arrays.fixed_bytes - slots * nbytes
+        further = np.maximum(slots * nbytes - self.arrays.allocated_buffers, 0.0)
+        left = self.arrays.room - self.arrays.fixed_bytes - further
         limits = np.array([self.problem.prefetch_limits.get(keys[d], np.inf) for d in range(count)])
         streams = self.arrays.accelerates & (left >= needs.min(axis=0)) & (slots * nbytes <= limits)
         if not streams.any():
@@ -480,9 +481,13 @@ class StreamedSearch:
 
 def _slot_sizes(arrays: Arrays) -> list[float]:
     """Return a few slot sizes: the largest that a macro-operation needs, and some clearly smaller."""
-    movable = np.array([step.movable for step in Frontier(arrays, streaming=True, guide=True).steps])
-    movable = np.unique(movable[movable > 0])
-    sizes, candidates = list[float](), movable[movable <= arrays.room[arrays.accelerates].max(initial=0.0)]
+    frontier = Frontier(arrays, streaming=True, guide=True)
+    nbytes = np.array([step.movable for step in frontier.steps if step.variable < frontier.units])
+    for item, readers in arrays.readers.items():
+        if item >= arrays.values and arrays.fixed[item] == arrays.cpu and frontier.is_streamable(item):
+            nbytes[list(readers)] += arrays.stored_bytes([item])
+    nbytes = np.unique(nbytes[nbytes > 0])
+    sizes, candidates = list[float](), nbytes[nbytes <= arrays.room[arrays.accelerates].max(initial=0.0)]
     while len(candidates) and len(sizes) < PARAMS.slot_sizes:
         sizes.append(float(candidates[-1]))
         candidates = candidates[candidates * PARAMS.slot_ratio <= candidates[-1]]

@@ -538,3 +538,19 @@ def test_map_over_many_rows_is_extrapolated(monkeypatch: pytest.MonkeyPatch) -> 
     assert measured() == found
     assert len(calls) > 50
     assert found.workspace[""] >= 2 * 4 * 2 * 40_000  # of a row, and its sines
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 16, 32, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, self.weight, offs=ends)
+
+
+@pytest.mark.parametrize(("rows", "matrices"), [(3, 3), (64, 8)])
+def test_a_row_reads_the_matrix_of_its_group(rows: int, matrices: int) -> None:
+    ends = torch.full((8,), rows, dtype=torch.int32)
+    (product,) = graph_of(Experts(), torch.randn(rows, 16, dtype=torch.bfloat16), ends).operations.values()
+    assert product.bytes_accessed == 2 * (rows * 16 + matrices * 16 * 32 + rows * 32) + 4 * 8
