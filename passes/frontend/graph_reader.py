@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -39,8 +40,12 @@ _GATHERS = {
     aten.gather.default,
 }
 
-# Products of each row with the matrix of its group, such as an expert: at most one matrix is read for each row.
+# Sums of a few rows of a table, and products of each row with the matrix of its group, such as an expert.
+_BAGS = {"embedding_bag.padding_idx", "_embedding_bag", "_embedding_bag_forward_only"}
 _GROUPED = {"_grouped_mm", "transformers::grouped_mm_fallback"}
+
+# Writes of a few rows, the last argument, into the first.
+_ROW_WRITES = {"index_copy_", "index_add_", "index_put_", "scatter_.src", "scatter_add_"}
 
 
 class GraphReader:
@@ -201,14 +206,11 @@ class GraphReader:
         output_bytes = sum(result.nbytes for result in effect.results)
         if not output_bytes and not writes:
             return 0
-        tensors = [describe(n.meta.get("val"), self.capture.sizes) for n in node.all_input_nodes]
-        read = [t.copy_bytes for t in tensors if isinstance(t, TensorMeta)]
+        described = (describe(n.meta.get("val"), self.capture.sizes) for n in node.all_input_nodes)
+        tensors = [t for t in described if isinstance(t, TensorMeta)]
         if node.target in _GATHERS:
-            return 2 * output_bytes + sum(read[1:])
-        if target_name(node.target) in _GROUPED and len(tensors[1].shape) == 3 > len(tensors[0].shape):
-            rows, matrices = tensors[0].shape[0], tensors[1].shape[0]
-            read[1] = read[1] // matrices * min(rows, matrices)
-        return output_bytes + sum(read)
+            return 2 * output_bytes + sum(t.copy_bytes for t in tensors[1:])
+        return output_bytes + _bytes_read(target_name(node.target), tensors)
 
     def graph(self) -> Graph:
         """Return the graph that has been read."""
@@ -266,6 +268,24 @@ class GraphReader:
         if not parts:
             return [whole]
         return [replace(whole, nbytes=0), *(part_weight(whole, part) for part in parts)]
+
+
+def _bytes_read(target: str, tensors: Sequence[TensorMeta]) -> int:
+    """Return the bytes of its arguments that an operation reads, or overwrites in place."""
+    read = [tensor.copy_bytes for tensor in tensors]
+    shapes = [tensor.shape for tensor in tensors]
+    if target in _BAGS:
+        read[0] = _bytes_of_rows(tensors[0], math.prod(shapes[1]))
+    elif target in _GROUPED and len(shapes[0]) == 2 < len(shapes[1]):
+        read[1] = _bytes_of_rows(tensors[1], shapes[0][0])
+    elif target in _ROW_WRITES and math.prod(shapes[-1]) > 1:  # a single number may be written everywhere
+        read[0] = min(read[0], read[-1])
+    return sum(read)
+
+
+def _bytes_of_rows(table: TensorMeta, count: int) -> int:
+    """Return the bytes of ``count`` rows, or matrices, of a table; of all of them if it has fewer."""
+    return table.copy_bytes // max(1, table.shape[0]) * min(count, table.shape[0])
 
 
 def _inner_tensor(node: fx.Node) -> Effect | None:

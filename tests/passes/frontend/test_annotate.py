@@ -554,3 +554,29 @@ def test_a_row_reads_the_matrix_of_its_group(rows: int, matrices: int) -> None:
     ends = torch.full((8,), rows, dtype=torch.int32)
     (product,) = graph_of(Experts(), torch.randn(rows, 16, dtype=torch.bfloat16), ends).operations.values()
     assert product.bytes_accessed == 2 * (rows * 16 + matrices * 16 * 32 + rows * 32) + 4 * 8
+
+
+class Rows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(1000, 16, mode="sum")
+        self.register_buffer("kept", torch.zeros(64, 16))
+
+    def forward(self, indices: torch.Tensor, starts: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+        summed = self.bag(indices, starts)
+        self.kept.index_copy_(0, where, summed)
+        self.kept[where] = summed
+        self.kept[where] = 0.0
+        return summed
+
+
+def test_bags_and_writes_of_rows_touch_only_these_rows() -> None:
+    indices, starts, where = torch.arange(6), torch.tensor([0, 3]), torch.tensor([1, 5])
+    operations = graph_of(Rows(), indices, starts, where).operations.values()
+    accessed = {operation.target: operation.bytes_accessed for operation in operations}
+    rows, index = 2 * 16 * 4, 2 * 8
+    assert accessed["index_copy_"] == rows + index + rows
+    bag = next(nbytes for target, nbytes in accessed.items() if "embedding_bag" in target)
+    assert 6 * 16 * 4 + 6 * 8 + index + rows <= bag < 1000 * 16 * 4
+    writes = [operation.bytes_accessed for operation in operations if operation.type == "index_put"]
+    assert writes[0] == rows + index + rows
