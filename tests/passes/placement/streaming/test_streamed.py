@@ -14,7 +14,7 @@ from second_set import second_set
 from graphplan.devices.topology import CPU, DeviceKey, Link, Topology
 from graphplan.ir.graph import Graph
 from graphplan.ir.graph_elements import Operation, Value, Weight
-from graphplan.ir.schedule import Assignment
+from graphplan.ir.schedule import Assignment, prefetch_bytes
 from graphplan.passes.placement.arrays import Arrays
 from graphplan.passes.placement.bounds import label_dp
 from graphplan.passes.placement.bounds.label_dp import search_labels
@@ -138,6 +138,31 @@ def test_cpu_computes_if_nothing_is_streamed() -> None:
 
 def everything_on(problem: Problem, key: DeviceKey) -> Assignment:
     return assign_weights(problem, dict.fromkeys(problem.graph.operations, key))
+
+
+def later_pass(first: Evaluation, graph: Graph) -> Problem:
+    """Another pass over the weights that the first has placed, through its prefetch buffers."""
+    allocated = prefetch_bytes(first.schedule.prefetch_buffers)
+    limits = {key: allocated.get(key, 0) for key in first.problem.topology.keys}
+    fixed = first.assignment.weights
+    return replace(
+        first.problem, graph=graph, fixed_weights=fixed, prefetch_bytes=allocated, prefetch_limits=limits
+    )
+
+
+@pytest.mark.parametrize("size", [MIB // 2, 2 * MIB])
+def test_later_pass_computes_where_its_weights_reside(size: int) -> None:
+    sizes = [size] * (24 * MIB // size)
+    long = place(one_card(stack(sizes, [2000 * nbytes for nbytes in sizes]), 12.6)).evaluation
+    assert CPU not in long.assignment.operations.values()
+    short = later_pass(long, stack(sizes, 1000))
+    homes = short.fixed_weights
+    operations = {name: homes[f"w{i}"] for i, name in enumerate(short.graph.operations)}
+    at_home = evaluate(short, assign_weights(short, operations))
+    assert at_home.feasible
+    found = place(short)
+    assert found.bound.seconds <= found.evaluation.seconds <= at_home.seconds * TIGHT
+    assert found.gap < 0.1
 
 
 def test_copies_of_weight_read_on_two_gpus_take_room() -> None:
