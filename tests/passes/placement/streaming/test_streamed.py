@@ -165,6 +165,17 @@ def test_later_pass_computes_where_its_weights_reside(size: int) -> None:
     assert found.gap < 0.1
 
 
+def test_allocated_prefetch_buffers_take_room_once() -> None:
+    long = place(one_card(stack([2 * MIB] * 12, 4 * 10**9), 12.6)).evaluation
+    short = later_pass(long, stack([2 * MIB] * 12, 1000))
+    least = long.peak(0).nbytes + short.topology[0].withheld
+    tight = replace(short, topology=short.topology.with_memory({0: least}))
+    search = StreamedSearch(tight, Limits().work(1000))
+    (slots,) = (buffer.slots for buffer in long.schedule.prefetch_buffers)
+    found = [one.reserved for one in search._configurations(search.effort)]
+    assert any((one.slots[0], one.nbytes[0]) == (len(slots), 2 * MIB) for one in found)
+
+
 def test_copies_of_weight_read_on_two_gpus_take_room() -> None:
     """Each of two weights, of which a GPU holds one, has two readers, which run on one GPU."""
     weights = [Weight("a", 32 << 10), Weight("b", 32 << 10)]
