@@ -332,3 +332,29 @@ def test_module_with_foreign_tensor_table_raises() -> None:
     model[0]._parameters = table
     with pytest.raises(graphplan.CaptureError, match=r"0 \(Linear\) has its tensors in a Handed"):
         graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+
+
+def test_compiled_code_is_not_given_fake_tensors() -> None:
+    """Regression: it was, and accessed memory that they lack: a segmentation fault, with inductor."""
+    given: list[type] = []
+
+    def recording(graph: torch.fx.GraphModule, _inputs: object) -> Any:
+        def run(*args: Any) -> Any:
+            given.extend(map(type, args))
+            return graph(*args)
+
+        return run
+
+    class Compiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sine = torch.compile(torch.sin, backend=recording)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.sine(x)
+            return x if float(y.sum()) > 1e9 else y
+
+    with pytest.warns(graphplan.GraphplanWarning, match="runs module by module"):
+        placed = graphplan.partition(Compiled(), {"cpu": "1GiB"}, (X,))
+    assert torch.equal(placed(X), X.sin())
+    assert set(given) <= {torch.Tensor}
