@@ -112,6 +112,7 @@ def open_pretrained(
     from transformers import PretrainedConfig, PreTrainedModel  # optional package
 
     folder = _find_folder(path)
+    _refuse_gguf(folder)
     if not isinstance(config, PretrainedConfig | None):
         raise InputError(f"config must be a configuration of transformers, not a {type(config).__name__}")
     if config is None:
@@ -151,6 +152,18 @@ def _find_folder(path: str | Path) -> Path:
         with suppress(OSError, ValueError):  # not in the cache, or no name of a model
             return Path(snapshot_download(str(path), local_files_only=True))
     return folder
+
+
+def _refuse_gguf(folder: Path) -> None:
+    files = [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("*.gguf"))
+    if folder.suffix == ".gguf" and folder.is_file():
+        files = [folder]
+    if files:
+        raise CheckpointError(
+            f"{files[0]} is a GGUF file, which graphplan.load cannot read: load it with "
+            f"from_pretrained({str(files[0].parent)!r}, gguf_file={files[0].name!r}), and give the model to "
+            "graphplan.partition"
+        )
 
 
 def _read_config(folder: Path, trust_remote_code: bool) -> Any:

@@ -46,6 +46,7 @@ _ELSEWHERE = {  # arguments of accelerate and transformers
     "config": "graphplan.load takes it",
     "attn_implementation": "give it to from_pretrained, of the model or of a config for graphplan.load",
     "quantization_config": "load the model with from_pretrained, and give it to graphplan.partition",
+    "gguf_file": "load the model with from_pretrained, and give it to graphplan.partition",
     "revision": "download that revision, and give graphplan.load its folder",
 }
 _NOT_WITH_MACHINES = ("pin", "together", "balance", "calls", "weights", "train_outputs")

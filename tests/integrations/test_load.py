@@ -289,6 +289,23 @@ def test_pickled_weights_are_never_read(tmp_path: Path) -> None:
         open_pretrained(tmp_path)
 
 
+def test_gguf_files_raise_with_remedy(tmp_path: Path) -> None:
+    """Regression: the error said that the file was no folder, or that config.json or safetensors lacked."""
+    file = tmp_path / "small-Q4_0.gguf"
+    file.write_bytes(b"GGUF")
+    remedy = r"small-Q4_0\.gguf is a GGUF file.*from_pretrained\('.*', gguf_file='small-Q4_0\.gguf'\)"
+    for path in (tmp_path, file):
+        with pytest.raises(graphplan.CheckpointError, match=remedy):
+            open_pretrained(path)
+    small_llama().config.save_pretrained(tmp_path)
+    with pytest.raises(graphplan.CheckpointError, match=remedy):
+        open_pretrained(tmp_path, model_class=LlamaForCausalLM)
+    small_llama().save_pretrained(tmp_path)
+    assert_same_tensors(on_the_cpu(tmp_path), small_llama())
+    with pytest.raises(TypeError, match="'gguf_file'; load the model with from_pretrained"):
+        graphplan.load(tmp_path, {"cpu": "1GiB"}, gguf_file="small-Q4_0.gguf")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
