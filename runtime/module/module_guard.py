@@ -25,6 +25,7 @@ from torch import nn
 from graphplan._compat.torch import global_hooks
 from graphplan.capture.changes.attribute_data import is_container, is_plain
 from graphplan.capture.changes.attribute_snapshots import snapshot
+from graphplan.capture.model.model_copy import require_own_tensors
 from graphplan.capture.model.model_weights import identity
 from graphplan.runtime.module.model_reading import ANY, Fact, ModelReading, writes_to
 
@@ -78,8 +79,10 @@ class ModuleGuard:
     def difference(self, module: nn.Module, *, values_may_change: bool = False) -> str | None:
         """Return a description of the first change since the graphs were traced; None if there is none.
 
-        If ``values_may_change``, the tensors in ``values`` may be replaced and written to.
+        If ``values_may_change``, the tensors in ``values`` may be replaced and written to. Raise CaptureError
+        if another library has taken over the tensors of a submodule.
         """
+        require_own_tensors(module)
         check = _IdentityCheck(module, self.stored)
         reading, known = check.reading, self.values
         values = {n: t for n, t in reading.values.items() if n in known and _is_alike(known[n], t)}

@@ -334,6 +334,20 @@ def test_module_with_foreign_tensor_table_raises() -> None:
         graphplan.partition(model, {"cpu": "1GiB"}, (X,))
 
 
+def test_foreign_tensor_table_of_first_call_raises() -> None:
+    """Regression: it was a TypeError, for models of compressed-tensors whose weights have a byte each."""
+
+    def hand_out(model: nn.Module, _args: Any) -> None:
+        linear: Any = model.get_submodule("0")
+        linear._parameters, linear.is_ready = Handed(linear._parameters), True
+
+    model = nn.Sequential(nn.Linear(16, 16))
+    model.register_forward_pre_hook(hand_out)
+    placed = graphplan.partition(model, {"cpu": "1GiB"}, (X,))
+    with pytest.raises(graphplan.CaptureError, match=r"0 \(Linear\) has its tensors in a Handed"):
+        placed(X)
+
+
 def test_compiled_code_is_not_given_fake_tensors() -> None:
     """Regression: it was, and accessed memory that they lack: a segmentation fault, with inductor."""
     given: list[type] = []

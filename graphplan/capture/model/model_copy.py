@@ -113,7 +113,7 @@ class ModelCopy:
         self.device_types: tuple[str, ...] = ()
         self.autocast: torch.dtype | None = None
         self.has_forward_pre_hooks = bool(model._forward_pre_hooks)
-        _require_own_tensors(model)
+        require_own_tensors(model)
         prepare_quantized(model)
         self.weights = ModelWeights(model)
         self.current: ValueOf = self.weights.tensors.get
@@ -283,7 +283,7 @@ def _copied_to_host(leaf: Any) -> Any:
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _require_own_tensors(model: nn.Module) -> None:
+def require_own_tensors(model: nn.Module) -> None:
     """Raise CaptureError if a module keeps tensors in a mapping that moves them at each access."""
     for path, part in model.named_modules():
         for table in (part._parameters, part._buffers):
