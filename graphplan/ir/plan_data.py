@@ -145,6 +145,8 @@ class PlanData:
     def _stages_of(self, name: str) -> tuple[Stage, ...]:
         operations = {operation.name for operation in self.operations_of(name)}
         stages = tuple(stage for stage in self.stages if operations.intersection(stage.operations))
+        if operations and not stages:
+            raise PlanError(f"{name!r} computes only numbers, on no device of the plan")
         if not stages:
             hint = did_you_mean(self.graph, name)
             raise PlanError(f"no operation, module or weight named {name!r} runs in this plan{hint}")

@@ -156,6 +156,17 @@ def test_device_of_and_stage_of_by_name(plan: Plan) -> None:
         plan.device_of("nonsense")
 
 
+def test_operation_that_computes_numbers_is_on_no_device() -> None:
+    class Halves(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.view(2, x.shape[0] // 2).sum(1)
+
+    plan = graphplan.plan(Halves(), {"cpu": "1MiB"}, (torch.ones(8),))
+    numbers = [operation.name for operation in plan.graph.operations.values() if operation.host_only]
+    with pytest.raises(graphplan.PlanError, match=f"'{numbers[0]}' computes only numbers"):
+        plan.device_of(numbers[0])
+
+
 def test_byte_totals_equal_the_moves(plan: Plan) -> None:
     assert plan.transfer_bytes == sum(t.nbytes for t in plan.transfers)
     assert plan.streamed_bytes == sum(t.nbytes for t in plan.streams)
