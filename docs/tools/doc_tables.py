@@ -23,6 +23,11 @@ CASES = {
     "4x0.275": "four identical GPUs",
     "mixed": "three mixed GPUs",
 }
+_GENERATION_CASES = {
+    "1x0.5": "one GPU of 50 %",
+    "1x0.25": "one GPU of 25 %",
+    "2x0.35": "two GPUs of 35 %",
+}
 _METHODS = {
     "transformers": "transformers' exporters",
     "export": "`torch.export`",
@@ -97,6 +102,35 @@ def _gigabytes(nbytes: int | None) -> str:
 
 def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.0f} ms"
+
+
+def _generation(data: Data) -> str:
+    rows = [
+        [
+            f"{row['model']}, {_GENERATION_CASES[row['case']]}",
+            *(
+                _milliseconds(seconds)
+                for part in (row["prompt"], row["token"])
+                for seconds in (part["seconds"], part["accelerate"])
+            ),
+            "-" if row["token"]["accelerate"] is None else _times(row["token"]),
+        ]
+        for row in data["rows"]
+    ]
+    header = ["model and budgets", "prompt", "accelerate's", "token", "accelerate's", "ratio of tokens"]
+    return (
+        "## Text generation\n\nEstimated time of a forward pass over "
+        f"{data['length']} tokens and of a decode step, over one placement of the weights, and with "
+        "accelerate's map. Each GPU has the named share of the weights and 2 GiB. For a single token the CPU "
+        "computes with many of the weights that it holds, while others are prefetched, and a mixture of "
+        "experts reads the chosen experts only. accelerate copies all offloaded weights to the GPU for each "
+        "token.\n\n"
+        f"{markdown(header, rows)}"
+    )
+
+
+def _times(part: Data) -> str:
+    return f"{part['accelerate'] / part['seconds']:.1f}×"
 
 
 def _offload(data: Data) -> str:
@@ -206,6 +240,7 @@ def _image_sweep(data: Data) -> str:
 
 _RENDERERS: dict[str, Callable[[Data], str]] = {
     "real_models": _real_models,
+    "generation": _generation,
     "offload": _offload,
     "training_gpu": _training_gpu,
     "overhead": _overhead,

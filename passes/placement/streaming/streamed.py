@@ -129,9 +129,9 @@ class StreamedSearch:
                 return
 
     def find_first_placement(self, warm_start: Assignment | None = None) -> bool:
-        """Find a first placement: segments, single devices, even spreads, repair; return whether one fits.
+        """Find a first placement; return whether one fits.
 
-        A training step that does not fit folded is tried unfolded: backward passes may run on other devices.
+        Tried are the homes of fixed weights, segments, single devices, even spreads, repair. A training step that does not fit folded is tried unfolded: backward passes may run on other devices.
         """
         if not self._find_first_placement(warm_start) and self.arrays.folded and not self.effort.over:
             self._search_on(Arrays(self.problem))
@@ -141,6 +141,7 @@ class StreamedSearch:
     def _find_first_placement(self, warm_start: Assignment | None) -> bool:
         if warm_start is not None and (adopted := self._adopt(warm_start)) is not None:
             self.offer(self._evaluate(adopted))
+        self._try_at_home()
         complete = False
         for options in (
             {"streaming": True, "use_cpu": True},
@@ -199,6 +200,25 @@ class StreamedSearch:
         homes = {name: warm_start.weights[name] for name in shared}
         homes = {name: key for name, key in homes.items() if key in map(operations.get, readers[name])}
         return replace(assign_weights(problem, operations, streamed, homes), slots=warm_start.slots)
+
+    def _try_at_home(self) -> None:
+        """Try each macro-operation where its weights are fixed, those without such a weight with the last."""
+        arrays, able = self.arrays, np.isfinite(self.guide.clock)
+        nbytes = np.zeros(able.shape)
+        for item, readers in arrays.readers.items():
+            if item >= arrays.values and 0 <= arrays.fixed[item] < arrays.computing:
+                nbytes[arrays.fixed[item], list(readers)] += arrays.nbytes[item]
+        nbytes[~able] = 0.0
+        if not nbytes.any():
+            return
+        devices, last = [], int(nbytes.sum(axis=1).argmax())
+        for unit in range(len(arrays.units)):
+            if nbytes[:, unit].any():
+                last = int(nbytes[:, unit].argmax())
+            elif not able[last, unit]:
+                last = int(able[:, unit].argmax())
+            devices.append(last)
+        self._stream_excess({}, arrays.expand(np.array(devices)))
 
     def try_single_devices(self) -> None:
         """Try everything on one device, with as few weights streamed as possible, and with all of them."""
