@@ -131,7 +131,8 @@ class StreamedSearch:
     def find_first_placement(self, warm_start: Assignment | None = None) -> bool:
         """Find a first placement; return whether one fits.
 
-        Tried are the homes of fixed weights, segments, single devices, even spreads, repair. A training step that does not fit folded is tried unfolded: backward passes may run on other devices.
+        Tried are the homes of fixed weights, segments, single devices, even spreads, and repair. A training
+        step that does not fit folded is tried unfolded: backward passes may run on other devices.
         """
         if not self._find_first_placement(warm_start) and self.arrays.folded and not self.effort.over:
             self._search_on(Arrays(self.problem))
