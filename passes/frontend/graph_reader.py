@@ -44,9 +44,6 @@ _GATHERS = {
 _BAGS = {"embedding_bag.padding_idx", "_embedding_bag", "_embedding_bag_forward_only"}
 _GROUPED = {"_grouped_mm", "transformers::grouped_mm_fallback"}
 
-# Writes of a few rows, the last argument, into the first.
-_ROW_WRITES = {"index_copy_", "index_add_", "index_put_", "scatter_.src", "scatter_add_"}
-
 
 class GraphReader:
     """Records the operations, values and weights of an fx graph."""
@@ -210,7 +207,27 @@ class GraphReader:
         tensors = [t for t in described if isinstance(t, TensorMeta)]
         if node.target in _GATHERS:
             return 2 * output_bytes + sum(t.copy_bytes for t in tensors[1:])
-        return output_bytes + _bytes_read(target_name(node.target), tensors)
+        read = [t.copy_bytes for t in tensors]
+        table, rows = _table_and_rows(target_name(node.target), tensors)
+        if writes and tensors:
+            read[0] = self._bytes_written(node, tensors[0])
+        elif rows is not None:
+            read[table] = _bytes_of_rows(tensors[table], rows)
+        return output_bytes + sum(read)
+
+    def _bytes_written(self, node: fx.Node, written: TensorMeta) -> int:
+        """Return the bytes of the rows that an operation writes to its first argument; else all bytes."""
+        indices: dict[int, Any] = {}
+        if node.target in (aten.index_copy_.default, aten.index_add_.default) and len(node.args) > 2:
+            indices[node.args[1]] = node.args[2]  # type: ignore[index]  # of the graph
+        elif node.target is aten.index_put_.default:
+            indices |= {d: i for d, i in enumerate(node.args[1]) if i is not None}  # type: ignore[arg-type]
+        described = [describe(index.meta["val"], self.capture.sizes) for index in indices.values()]
+        if not indices or not written.shape or any(i.dtype in (torch.bool, torch.uint8) for i in described):
+            return written.copy_bytes
+        positions = math.prod(written.shape[d] for d in indices)
+        count = min(positions, max(math.prod(index.shape) for index in described))
+        return int(written.copy_bytes // max(1, positions) * count)
 
     def graph(self) -> Graph:
         """Return the graph that has been read."""
@@ -270,17 +287,13 @@ class GraphReader:
         return [replace(whole, nbytes=0), *(part_weight(whole, part) for part in parts)]
 
 
-def _bytes_read(target: str, tensors: Sequence[TensorMeta]) -> int:
-    """Return the bytes of its arguments that an operation reads, or overwrites in place."""
-    read = [tensor.copy_bytes for tensor in tensors]
-    shapes = [tensor.shape for tensor in tensors]
+def _table_and_rows(target: str, tensors: Sequence[TensorMeta]) -> tuple[int, int | None]:
+    """Return the argument of which an operation reads a few rows, or matrices, and how many; None for all."""
     if target in _BAGS:
-        read[0] = _bytes_of_rows(tensors[0], math.prod(shapes[1]))
-    elif target in _GROUPED and len(shapes[0]) == 2 < len(shapes[1]):
-        read[1] = _bytes_of_rows(tensors[1], shapes[0][0])
-    elif target in _ROW_WRITES and math.prod(shapes[-1]) > 1:  # a single number may be written everywhere
-        read[0] = min(read[0], read[-1])
-    return sum(read)
+        return 0, math.prod(tensors[1].shape)
+    if target in _GROUPED and len(tensors[0].shape) == 2 < len(tensors[1].shape):
+        return 1, tensors[0].shape[0]
+    return 0, None
 
 
 def _bytes_of_rows(table: TensorMeta, count: int) -> int:

@@ -1,8 +1,9 @@
 """The driver: which searches a problem gets, in which order, within one effort.
 
 Accelerators come first. Where they hold the model, the CPU computes nothing, and weights are streamed only if
-operations then run on faster accelerators and the weights serve no other forward passes. Within these rules
-the fastest placement is taken.
+operations then run on faster accelerators and the weights serve no other forward passes. They do not hold it
+where a pin or an earlier plan has put weights into CPU memory. Within these rules the fastest placement is
+taken.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def _attempts(problem: Problem) -> Iterator[tuple[Problem, bool]]:
         if problem.graph.held_bytes <= sum(spec.room for spec in problem.topology.computing):
             yield problem, True
     elif alone is None:
-        yield problem, False
+        yield problem, _streams_by_pins(problem)
 
 
 def _may_offload(problem: Problem) -> bool:
@@ -172,13 +173,29 @@ def _streams_by_pins(problem: Problem) -> bool:
 
 
 def accelerators_alone(problem: Problem) -> Problem | None:
-    """Return the problem with only pins and unread weights on the CPU; None if the weights cannot fit."""
+    """Return the problem with only pins and unread weights on the CPU.
+
+    Return None if the weights cannot fit, or if the CPU holds weights with which it may compute.
+    """
     keys = problem.topology.accelerator_keys
-    if not keys:
+    if not keys or (problem.offload and _may_compute_at_home(problem)):
         return None
     alone = replace(problem.on(keys), offload=False)
     room = sum(problem.topology[key].room for key in keys)
     return alone if _least_held(alone, keys) <= room else None
+
+
+def _may_compute_at_home(problem: Problem) -> bool:
+    """Whether the CPU may compute with a weight that is fixed there, instead of an accelerator."""
+    graph, cpu, keys = problem.graph, problem.topology.cpu, problem.topology.accelerator_keys
+    if cpu is None:
+        return False
+    able = frozenset({cpu, *keys})
+    at_home = (name for name in graph.streamable if problem.fixed_weights.get(name) in (cpu, DISK))
+    readers = (
+        problem.allowed.get(reader, able) for name in at_home for reader in graph.readers.get(name, ())
+    )
+    return any(cpu in allowed and allowed & keys for allowed in readers)
 
 
 def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
@@ -186,7 +203,9 @@ def _least_held(problem: Problem, keys: frozenset[DeviceKey]) -> int:
     graph, total = problem.graph, 0
     for weight in graph.weights.values():
         readers = graph.readers.get(weight.name, ())
-        if readers and all(problem.allowed[reader] <= keys for reader in readers):
+        if not readers or weight.name in problem.fixed_weights:
+            continue
+        if all(problem.allowed[reader] <= keys for reader in readers):
             total += weight.held_bytes
     return total
 

@@ -135,7 +135,7 @@ class Relaxation:
         self.activation_reserve, self.room = reserve, np.maximum(room - reserved, 0.0)
         # a budget above all bytes is no limit: it does not steer the prices
         np.minimum(self.room, self.nbytes.sum() + self.needs.max(axis=1, initial=0.0), out=self.room)
-        return bool((room >= reserved)[reserved > 0].all())
+        return bool((room >= reserved)[total > 0].all())
 
     def _set_copies(self) -> None:
         arrays = self.frontier.arrays

@@ -84,6 +84,11 @@ class StreamedSearch:
         """Whether the gap is at most ``sufficient_gap``."""
         return self.bound.seconds >= self.seconds * (1 - PARAMS.sufficient_gap)
 
+    @property
+    def places_weights(self) -> bool:
+        """Whether it decides where weights reside; False if earlier plans have placed all of them."""
+        return any(map(self.guide.movable, range(len(self.arrays.units))))
+
     def evaluation(self) -> Evaluation | None:
         """Return the best placement; None if there is none."""
         return self.best
@@ -234,6 +239,8 @@ class StreamedSearch:
     def _spread_evenly(self) -> None:
         """Try slots of each size with all on one accelerator, and with the devices of the best placement."""
         arrays = self.arrays
+        if not self.places_weights:
+            return
         able = (device for device, *_ in device_classes(arrays) if arrays.accelerates[device])
         trials = [arrays.expand(np.full(len(arrays.units), device)) for device in able]
         if self.best is not None:
@@ -507,8 +514,9 @@ def _slot_sizes(arrays: Arrays) -> list[float]:
     for item, readers in arrays.readers.items():
         if item >= arrays.values and arrays.fixed[item] == arrays.cpu and frontier.is_streamable(item):
             nbytes[list(readers)] += arrays.stored_bytes([item])
-    nbytes = np.unique(nbytes[nbytes > 0])
-    sizes, candidates = list[float](), nbytes[nbytes <= arrays.room[arrays.accelerates].max(initial=0.0)]
+    limits = (arrays.problem.prefetch_limits.get(key, np.inf) for key in arrays.keys[: arrays.computing])
+    most = np.minimum(arrays.room, list(limits))[arrays.accelerates].max(initial=0.0)
+    sizes, candidates = list[float](), np.unique(nbytes[(nbytes > 0) & (nbytes <= most)])
     while len(candidates) and len(sizes) < PARAMS.slot_sizes:
         sizes.append(float(candidates[-1]))
         candidates = candidates[candidates * PARAMS.slot_ratio <= candidates[-1]]

@@ -567,6 +567,7 @@ class Rows(nn.Module):
         self.kept.index_copy_(0, where, summed)
         self.kept[where] = summed
         self.kept[where] = 0.0
+        self.kept[self.kept[:, 0] > 0] = summed[0]
         return summed
 
 
@@ -579,4 +580,4 @@ def test_bags_and_writes_of_rows_touch_only_these_rows() -> None:
     bag = next(nbytes for target, nbytes in accessed.items() if "embedding_bag" in target)
     assert 6 * 16 * 4 + 6 * 8 + index + rows <= bag < 1000 * 16 * 4
     writes = [operation.bytes_accessed for operation in operations if operation.type == "index_put"]
-    assert writes[0] == rows + index + rows
+    assert writes == [rows + index + rows, rows + index + 4, 64 * 16 * 4 + 64 + 16 * 4]

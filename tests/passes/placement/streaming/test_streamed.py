@@ -167,6 +167,29 @@ def test_later_pass_computes_where_its_weights_reside(size: int) -> None:
     assert found.gap < 0.1
 
 
+def test_later_pass_without_prefill_workspace_computes_at_home() -> None:
+    """The weights alone fit the card: they are on the CPU for the workspace of the first pass."""
+    sizes = [2 * MIB] * 12
+    graph = stack(sizes, 4 * 10**9)
+    large = [replace(operation, workspace={"sim": 10 * MIB}) for operation in graph.operations.values()]
+    long = place(one_card(graph.changed(operations=large), 26.0)).evaluation
+    assert CPU in long.assignment.weights.values()
+    short = later_pass(long, stack(sizes, 1000))
+    homes = short.fixed_weights
+    operations = {name: homes[f"w{i}"] for i, name in enumerate(short.graph.operations)}
+    at_home = evaluate(short, assign_weights(short, operations))
+    found = place(short)
+    assert found.bound.seconds <= found.evaluation.seconds <= at_home.seconds * TIGHT
+
+
+@pytest.mark.parametrize("mib", [13.2, 20])
+def test_bound_without_offload_counts_streams_of_placed_weights(mib: float) -> None:
+    problem = one_card(stack([MIB] * 24, 10**6), mib, cpu_computes=False)
+    fixed = {f"w{i}": 0 if i % 2 else CPU for i in range(24)}
+    found = place(replace(problem, offload=False, fixed_weights=fixed))
+    assert 0.9 * found.evaluation.seconds < found.bound.seconds <= found.evaluation.seconds
+
+
 def test_allocated_prefetch_buffers_take_room_once() -> None:
     long = place(one_card(stack([2 * MIB] * 12, 4 * 10**9), 12.6)).evaluation
     short = later_pass(long, stack([2 * MIB] * 12, 1000))
