@@ -31,6 +31,7 @@ from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.passes.placement.problem import Problem
 
 _PROMPT, _LENGTH = 512, 1024  # tokens
+_BESIDE = 2  # GiB of each card beside its share of the weights
 _QWEN = partial(
     hf.Qwen3MoeConfig,
     hidden_size=2048,
@@ -64,7 +65,9 @@ def measure(name: str, case: str) -> dict[str, Any]:
     model = GENERATORS[name].build()
     model_copy = ModelCopy(model)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    topology = devices([Card(A, share * nbytes / GIB + 2) for share in CASES[case]], cpu_gib=nbytes / GIB + 8)
+    topology = devices(
+        [Card(A, share * nbytes / GIB + _BESIDE) for share in CASES[case]], cpu_gib=nbytes / GIB + 8
+    )
     compiler = Compiler(model_copy, topology, Options(size_limits=SizeLimits(1, _LENGTH)))
     start = time.process_time()
     planned = plan_first(compiler, model_copy.bind((), GENERATORS[name].example()))

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from baselines import baselines, peak_activation, sequential_fill, skeleton
 from builders import KIB, chain
+from generation import GENERATORS, Model
+from generation import measure as measure_generation
 from instances import GIB, INSTANCES, A, B, C, Card, Instance, devices, random_chain, stack
 from packing import items, pack, sizes_of
 from placement import keep as keep_placements
@@ -19,6 +21,7 @@ from planning_time import laws
 from real_models import Measured, keep, shown
 from report import table
 from second_set import draws, second_set
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphplan.devices.topology import CPU
 from graphplan.integrations.accelerate.comparison import (
@@ -384,3 +387,14 @@ def test_newer_results_of_a_model_replace_older_ones(tmp_path: Path) -> None:
         ("detr", "mixed", 3.0, 0),
     ]
     assert data["failed"] == {"qwen-moe": "lacks"}
+
+
+def test_generation_has_times_of_prompts_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2, "vocab_size": 64000}
+    small = Model(LlamaForCausalLM, lambda: LlamaConfig(**sizes), GENERATORS["llama-3-8b"].inputs)
+    monkeypatch.setitem(GENERATORS, "small", small)
+    monkeypatch.setattr("generation._BESIDE", 0.1)
+    row = measure_generation("small", "1x0.5")
+    for part in ("prompt", "token"):
+        assert 0 < row[part]["seconds"] < row[part]["accelerate"]
+    assert row["token"]["seconds"] < row["prompt"]["seconds"]

@@ -45,7 +45,24 @@ def times_table() -> str:
         f", by at most {100 * (max(ratios) - 1):.2f} %." if ratios else "."
     )
     text = f"Of {len(rows)} cases, {equal} are within 1 % of each other; {faster}"
-    return f"{markdown(header, lines)}\n\n{text}"
+    return f"{markdown(header, lines)}\n\n{text}\n{_tokens()}"
+
+
+def _tokens() -> str:
+    """Return how much faster the single tokens of text generation are, where weights are in CPU memory."""
+    rows = json.loads((RESULTS / "generation.json").read_text(encoding="utf-8"))["rows"]
+    ratios: dict[bool, list[float]] = {True: [], False: []}
+    for row in rows:
+        token = row["token"]
+        ratios[row["model"].startswith("llama")].append(token["accelerate"] / token["seconds"])
+    return (
+        f"Tokens after a prompt, with weights in CPU memory: {_range(ratios[True])} times faster for Llamas, "
+        f"{_range(ratios[False])} times for mixtures of experts."
+    )
+
+
+def _range(ratios: list[float]) -> str:
+    return f"{min(ratios):.0f} to {max(ratios):.0f}"
 
 
 def rooms_diagram() -> str:
