@@ -141,8 +141,8 @@ def _without_operations(problem: Problem) -> Solution | None:
 
 def _attempts(problem: Problem) -> Iterator[tuple[Problem, bool]]:
     """Yield the problems to try in turn, and whether each allows streaming."""
-    alone = accelerators_alone(problem)
-    if alone is not None:
+    alone, last = accelerators_alone(problem), problem.offload and _may_compute_at_home(problem)
+    if alone is not None and not last:
         yield alone, _streams_by_pins(alone)
     if _may_offload(problem):
         # streamed weights need room as well, in CPU memory
@@ -150,6 +150,8 @@ def _attempts(problem: Problem) -> Iterator[tuple[Problem, bool]]:
             yield problem, True
     elif alone is None:
         yield problem, _streams_by_pins(problem)
+    if alone is not None and last:
+        yield alone, _streams_by_pins(alone)
 
 
 def _may_offload(problem: Problem) -> bool:
@@ -173,12 +175,9 @@ def _streams_by_pins(problem: Problem) -> bool:
 
 
 def accelerators_alone(problem: Problem) -> Problem | None:
-    """Return the problem with only pins and unread weights on the CPU.
-
-    Return None if the weights cannot fit, or if the CPU holds weights with which it may compute.
-    """
+    """Return the problem with only pins and unread weights on the CPU; None if the weights cannot fit."""
     keys = problem.topology.accelerator_keys
-    if not keys or (problem.offload and _may_compute_at_home(problem)):
+    if not keys:
         return None
     alone = replace(problem.on(keys), offload=False)
     room = sum(problem.topology[key].room for key in keys)
