@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers as hf
 from instances import GIB, A, Card, devices
-from models import MODELS, Model, llama_8b
+from models import GENERATORS, PROMPT
 from report import RESULTS, parser_of, recorded, table, write
 
 from graphplan.analysis.plan import Plan
@@ -30,32 +28,8 @@ from graphplan.integrations.accelerate.comparison import device_maps
 from graphplan.integrations.transformers.generate_plan import plan_first
 from graphplan.passes.placement.problem import Problem
 
-_PROMPT, _LENGTH = 512, 1024  # tokens
+_LENGTH = 1024  # tokens, at most
 _BESIDE = 2  # GiB of each card beside its share of the weights
-_QWEN = partial(
-    hf.Qwen3MoeConfig,
-    hidden_size=2048,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=768,
-    vocab_size=151936,
-)
-
-
-def _prompt() -> dict[str, torch.Tensor]:
-    return {"input_ids": torch.zeros(1, _PROMPT, dtype=torch.long)}
-
-
-GENERATORS = {
-    "llama-3-8b": Model(hf.LlamaForCausalLM, llama_8b(), _prompt),
-    "llama-3-70b": MODELS["llama-3-70b"],
-    "qwen3-30b-a3b": Model(hf.Qwen3MoeForCausalLM, _QWEN, _prompt),
-    "gpt-oss-120b": Model(hf.GptOssForCausalLM, hf.GptOssConfig, _prompt),
-}
 # name -> share of the weights of each card
 CASES = {"1x0.5": (0.5,), "1x0.25": (0.25,), "2x0.35": (0.35, 0.35)}
 
@@ -95,7 +69,7 @@ def keep(rows: Sequence[dict[str, Any]], results: Path = RESULTS) -> Path:
         (row["model"], row["case"]): row for row in (*recorded("generation", results).get("rows", ()), *rows)
     }
     ordered = [known[name, case] for name in GENERATORS for case in CASES if (name, case) in known]
-    return write("generation", {"prompt": _PROMPT, "length": _LENGTH, "rows": ordered}, results)
+    return write("generation", {"prompt": PROMPT, "length": _LENGTH, "rows": ordered}, results)
 
 
 def main() -> None:

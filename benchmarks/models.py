@@ -141,6 +141,27 @@ def _whisper_inputs() -> Inputs:
 
 _FLOAT = torch.float32
 
+_QWEN_30B = partial(
+    hf.Qwen3MoeConfig,
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=768,
+    vocab_size=151936,
+)
+PROMPT = 512
+"""Tokens of the prompts of ``GENERATORS``."""
+
+GENERATORS: dict[str, Model] = {
+    "llama-3-8b": Model(hf.LlamaForCausalLM, llama_8b(), _text(PROMPT)),
+    "llama-3-70b": Model(hf.LlamaForCausalLM, LLAMA_70B, _text(PROMPT)),
+    "qwen3-30b-a3b": Model(hf.Qwen3MoeForCausalLM, _QWEN_30B, _text(PROMPT)),
+    "gpt-oss-120b": Model(hf.GptOssForCausalLM, hf.GptOssConfig, _text(PROMPT)),
+}
 MODELS: dict[str, Model] = {
     "llama-3-70b": Model(hf.LlamaForCausalLM, LLAMA_70B, _text(512)),
     "mixtral-8x7b": Model(hf.MixtralForCausalLM, hf.MixtralConfig, _text(128)),

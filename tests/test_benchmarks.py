@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from baselines import baselines, peak_activation, sequential_fill, skeleton
 from builders import KIB, chain
-from generation import GENERATORS, Model
 from generation import measure as measure_generation
 from instances import GIB, INSTANCES, A, B, C, Card, Instance, devices, random_chain, stack
+from models import GENERATORS, Model
 from packing import items, pack, sizes_of
 from placement import keep as keep_placements
 from placement import main_run, measure, plan_table, ratio_table, recorded, row_of

@@ -155,6 +155,7 @@ def _find_folder(path: str | Path) -> Path:
 
 
 def _refuse_gguf(folder: Path) -> None:
+    """Raise CheckpointError if this is a GGUF file, or a folder whose only weights are in one."""
     files = [] if any(folder.glob("*.safetensors")) else sorted(folder.glob("*.gguf"))
     if folder.suffix == ".gguf" and folder.is_file():
         files = [folder]

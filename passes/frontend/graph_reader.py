@@ -217,17 +217,20 @@ class GraphReader:
 
     def _bytes_written(self, node: fx.Node, written: TensorMeta) -> int:
         """Return the bytes of the rows that an operation writes to its first argument; else all bytes."""
-        indices: dict[int, Any] = {}
-        if node.target in (aten.index_copy_.default, aten.index_add_.default) and len(node.args) > 2:
-            indices[node.args[1]] = node.args[2]  # type: ignore[index]  # of the graph
-        elif node.target is aten.index_put_.default:
-            indices |= {d: i for d, i in enumerate(node.args[1]) if i is not None}  # type: ignore[arg-type]
-        described = [describe(index.meta["val"], self.capture.sizes) for index in indices.values()]
-        if not indices or not written.shape or any(i.dtype in (torch.bool, torch.uint8) for i in described):
+        args: tuple[Any, ...] = node.args
+        nodes: dict[int, fx.Node] = {}
+        if node.target in (aten.index_copy_.default, aten.index_add_.default) and len(args) > 2:
+            nodes = {args[1]: args[2]}
+        elif node.target is aten.index_put_.default and len(args) > 1:
+            nodes = {dimension: index for dimension, index in enumerate(args[1]) if index is not None}
+        described = (describe(index.meta.get("val"), self.capture.sizes) for index in nodes.values())
+        indices = [index for index in described if isinstance(index, TensorMeta)]
+        masks = any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+        if not indices or len(indices) < len(nodes) or not written.shape or masks:
             return written.copy_bytes
-        positions = math.prod(written.shape[d] for d in indices)
-        count = min(positions, max(math.prod(index.shape) for index in described))
-        return int(written.copy_bytes // max(1, positions) * count)
+        positions = math.prod(written.shape[dimension] for dimension in nodes)
+        count = min(positions, max(math.prod(index.shape) for index in indices))
+        return written.copy_bytes // max(1, positions) * count
 
     def graph(self) -> Graph:
         """Return the graph that has been read."""

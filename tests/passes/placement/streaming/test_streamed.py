@@ -182,6 +182,16 @@ def test_later_pass_without_prefill_workspace_computes_at_home() -> None:
     assert found.bound.seconds <= found.evaluation.seconds <= at_home.seconds * TIGHT
 
 
+def test_cpu_computes_with_weight_pinned_there_if_faster() -> None:
+    problem = replace(one_card(stack([MIB] * 4, 1000), 8), fixed_weights={"w1": CPU})
+    found = place(problem)
+    assert found.evaluation.assignment.operations["v1"] == CPU
+    assert found.bound.seconds <= found.evaluation.seconds
+    kept = place(replace(problem, offload=False)).evaluation
+    assert set(kept.assignment.operations.values()) == {0}
+    assert found.evaluation.seconds < kept.seconds
+
+
 @pytest.mark.parametrize("mib", [13.2, 20])
 def test_bound_without_offload_counts_streams_of_placed_weights(mib: float) -> None:
     problem = one_card(stack([MIB] * 24, 10**6), mib, cpu_computes=False)
