@@ -121,8 +121,11 @@ def probe(
         effort.charge(sub_effort.done)
         evaluation = search.evaluation()
         if evaluation is not None and evaluation.feasible:
-            if climbs and streaming:
-                return climb_streamed(search.arrays, evaluation, Effort(5 * visits, deadline))
+            if climbs and isinstance(search, StreamedSearch):
+                search.effort = Effort(5 * visits, deadline)
+                search.accelerate()
+                assert search.best is not None
+                return climb_streamed(search.arrays, search.best, search.effort)
             return evaluation
     return None
 

@@ -88,7 +88,7 @@ class SearchParams:
     least_visits: int = 3_500_000
     most_visits: int = 35_000_000
     visits_per_second: int = 15_000_000
-    streaming_effort: float = 4.0
+    streaming_effort: float = 3.0
     advice_effort: float = 2.0
     call_effort: float = 0.3
     disk_effort: float = 0.2

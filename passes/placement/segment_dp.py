@@ -212,12 +212,15 @@ class SegmentDP:
 
     @cached_property
     def _progress(self) -> Floats:
-        """(positions,) share of the weights and operations before each, both with equal weight."""
+        """(positions,) share of the weights, activations and operations before each, with equal weight."""
         arrays = self.arrays
         fresh = self.is_weight & (self.previous < 0)
-        nbytes = np.bincount(self.read_by[fresh], arrays.nbytes[self.read_item[fresh]], arrays.count)
-        share = nbytes / max(float(nbytes.sum()), 1.0) + 1.0 / arrays.count
-        return np.concatenate([[0.0], share.cumsum() / 2])
+        weights = np.bincount(self.read_by[fresh], arrays.nbytes[self.read_item[fresh]], arrays.count)
+        made = np.flatnonzero(arrays.source[: arrays.values] >= 0)
+        activations = np.bincount(arrays.source[made], arrays.made_bytes[made].max(axis=1), arrays.count)
+        parts = np.stack([weights, activations, np.ones(arrays.count)])
+        shares: Floats = (parts / np.maximum(parts.sum(axis=1, keepdims=True), 1.0)).mean(axis=0)
+        return np.concatenate([[0.0], shares.cumsum()])
 
     def _tables(self, homes: Homes) -> _Tables:
         arrays, cuts, n = self.arrays, self.cuts, self.arrays.count

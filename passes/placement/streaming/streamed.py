@@ -98,7 +98,7 @@ class StreamedSearch:
 
     def offer(self, evaluation: Evaluation) -> bool:
         """Keep a placement if it is the fastest within the budgets; return whether it is within them."""
-        self.effort.charge(3000.0 + 200.0 * self.arrays.count)
+        self.effort.charge(3000.0 + 70.0 * self.arrays.count)
         if not evaluation.feasible:
             over = sum(evaluation.excess.values()) if np.isfinite(evaluation.seconds) else np.inf
             if over < (np.inf if self.nearest is None else sum(self.nearest.excess.values())):
@@ -167,6 +167,7 @@ class StreamedSearch:
             self._offer_segments(search)
         self.try_single_devices()
         self._spread_evenly()
+        self.accelerate()
         if self.best is None and self.nearest is not None:
             with self.effort.fraction(PARAMS.local_share) as sub_effort:
                 self.offer(climb_streamed(self.arrays, self.nearest, sub_effort))
@@ -249,6 +250,23 @@ class StreamedSearch:
             if self.effort.over:
                 return
             self._stream_excess(dict.fromkeys(np.unique(devices).tolist(), 0.0), devices, size)
+
+    def accelerate(self) -> None:
+        """Try the macro-operations that an accelerator runs faster there: all, the half that gains most, etc.
+
+        Segments leave such operations on the CPU: their ends are few. What does not fit then is streamed.
+        """
+        arrays, clock = self.arrays, self.guide.clock
+        accelerators, units = np.flatnonzero(arrays.accelerates), np.arange(len(arrays.units))
+        fastest = accelerators[clock[accelerators].argmin(0)]
+        count = len(units)
+        while count and self.best is not None and not self.effort.over:
+            devices = arrays.devices(self.best.assignment)[[members[0] for members in arrays.units]]
+            gains = clock[devices, units] - clock[fastest, units]
+            moved = np.argsort(-gains, kind="stable")[: min(count, np.count_nonzero(gains > 0))]
+            devices[moved] = fastest[moved]
+            self._stream_excess(dict.fromkeys(fastest[moved].tolist(), 0.0), arrays.expand(devices))
+            count = len(moved) // 2
 
     def _stream_excess(
         self, deficit: dict[int, float], devices: Ints, max_weight_bytes: float = np.inf
@@ -457,7 +475,7 @@ class StreamedSearch:
                 homes |= {arrays.names[item]: cpu for item in fitting[:1]}
             if homes == evaluation.assignment.weights:
                 break
-            self.effort.charge(3000.0 + 200.0 * arrays.count)
+            self.effort.charge(3000.0 + 70.0 * arrays.count)
             evaluation = self._evaluate(replace(evaluation.assignment, weights=homes))
         return evaluation
 

@@ -217,6 +217,15 @@ def test_less_effort_cuts_at_fewer_positions() -> None:
     assert found < math.inf
 
 
+def test_cuts_separate_operations_that_make_large_values() -> None:
+    """A head, and the loss over its logits, which alone may not fit a card."""
+    graph = stack([KIB] * 2000, 10**8)
+    large = {f"v{i}" for i in range(1992, 1999)}
+    values = [replace(v, nbytes=MIB) if v.name in large else v for v in graph.values.values()]
+    arrays = Arrays(Problem(graph.changed(values=values), sim_cards(2, HOST, memory=8 * MIB), CPU))
+    assert {*range(1993, 2000)} <= {*SegmentDP(arrays, ample()).cuts.tolist()}
+
+
 @pytest.mark.parametrize("name", ["97.14-random-5", "97.15-stack-7"])
 def test_never_slower_than_first_fit(name: str) -> None:
     """Of unequal links there are so many orders that few cuts are left; tight budgets ask for all of them."""

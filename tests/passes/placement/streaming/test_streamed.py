@@ -303,6 +303,21 @@ def test_first_placement_is_no_slower_than_streaming_all_weights(seed: int, size
         assert not found.feasible or search.seconds <= found.seconds * (1 + ROUNDING)
 
 
+def test_operations_left_on_cpu_move_to_card() -> None:
+    """All at once where they fit, with weights streamed; else those that gain most."""
+    whole = stack([MIB] * 64, 10**9)
+    large = [replace(v, nbytes=40 * MIB) if v.name == "v40" else v for v in whole.values.values()]
+    for graph, moved in ((whole, 64), (whole.changed(values=large), 32)):
+        problem = one_card(graph, 16)
+        search = StreamedSearch(problem, Effort(1e9))
+        search.offer(evaluate(problem, assign_weights(problem, dict.fromkeys(graph.operations, CPU))))
+        search.accelerate()
+        assert search.best is not None
+        on_card = [name for name, key in search.best.assignment.operations.items() if key == 0]
+        assert len(on_card) >= moved
+        assert search.best.feasible
+
+
 def test_weights_kept_on_other_accelerator_get_least_bound() -> None:
     """Other calls over the same weights may leave them there: no search streams them from it."""
     graph = stack([MIB] * 4, 10**8)
