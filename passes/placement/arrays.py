@@ -210,6 +210,11 @@ class Arrays:
             units.append(members)
         return units
 
+    def unit_seconds(self) -> Floats:
+        """(devices that compute, macro-operations) seconds, infinite where one may not run."""
+        each = [self.compute[:, members].sum(axis=1) for members in self.units]
+        return np.array(each).T.reshape(self.computing, len(self.units))
+
     def _find_readers(self) -> dict[int, tuple[int, ...]]:
         readers: dict[int, dict[int, None]] = {}
         for item, reader in zip(self.item.tolist(), self.reader.tolist(), strict=True):

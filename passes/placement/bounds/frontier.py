@@ -168,8 +168,7 @@ class Frontier:
         arrays, count = self.arrays, self.devices
         returned = set(arrays.item[arrays.reader == arrays.count].tolist())
         summed: dict[tuple[int, tuple[int, ...]], Floats] = {}
-        self.clock = np.array([arrays.compute[:, members].sum(axis=1) for members in arrays.units]).T
-        self.clock = self.clock.reshape(count, self.units)
+        self.clock = arrays.unit_seconds()
         self.fixed_queue = np.zeros((count, self.units))
         self.constant = 0.0
         for item in range(len(arrays.names)):

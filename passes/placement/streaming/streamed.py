@@ -14,7 +14,8 @@ from itertools import product
 
 import numpy as np
 
-from graphplan.ir.schedule import Assignment
+from graphplan.ir.liveness import measure_memory
+from graphplan.ir.schedule import Assignment, Run
 from graphplan.passes.placement.arrays import Arrays, Floats, Ints
 from graphplan.passes.placement.bounds.frontier import DpStage, Frontier, frontiers_by_home
 from graphplan.passes.placement.bounds.label_dp import Completion, max_width, search_labels
@@ -28,6 +29,7 @@ from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import assign_weights
 from graphplan.passes.placement.segment_dp import SegmentDP
 from graphplan.passes.placement.streaming.coarsen import coarsen
+from graphplan.passes.placement.streaming.min_cut import accelerated
 from graphplan.passes.placement.streaming.round_robin import round_robin
 from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
 
@@ -229,13 +231,12 @@ class StreamedSearch:
 
     def try_single_devices(self) -> None:
         """Try everything on one device, with as few weights streamed as possible, and with all of them."""
-        arrays, weights = self.arrays, range(self.arrays.values, len(self.arrays.names))
-        streamable = [arrays.names[item] for item in weights if self.guide.is_streamable(item)]
+        arrays = self.arrays
         for device, *_ in device_classes(arrays):
             devices = arrays.expand(np.full(len(arrays.units), device))
             self._stream_excess({device: 0.0}, devices)
             if arrays.accelerates[device]:
-                self.offer(self._evaluate(assign_weights(self.problem, arrays.named(devices), streamable)))
+                self.offer(self._evaluate(self._with_all_streamed(devices)))
 
     def _spread_evenly(self) -> None:
         """Try slots of each size with all on one accelerator, and with the devices of the best placement."""
@@ -252,21 +253,58 @@ class StreamedSearch:
             self._stream_excess(dict.fromkeys(np.unique(devices).tolist(), 0.0), devices, size)
 
     def accelerate(self) -> None:
-        """Try the macro-operations that an accelerator runs faster there: all, the half that gains most, etc.
+        """Try operations of the CPU on the accelerators, except for those that need too much memory there.
 
-        Segments leave such operations on the CPU: their ends are few. What does not fit then is streamed.
+        A segment leaves more on the CPU than that: there are few positions at which it may end.
         """
-        arrays, clock = self.arrays, self.guide.clock
+        arrays, clock, cpu = self.arrays, self.arrays.unit_seconds(), self.arrays.cpu
+        if self.best is None or cpu is None:
+            return
         accelerators, units = np.flatnonzero(arrays.accelerates), np.arange(len(arrays.units))
-        fastest = accelerators[clock[accelerators].argmin(0)]
-        count = len(units)
-        while count and self.best is not None and not self.effort.over:
-            devices = arrays.devices(self.best.assignment)[[members[0] for members in arrays.units]]
-            gains = clock[devices, units] - clock[fastest, units]
-            moved = np.argsort(-gains, kind="stable")[: min(count, np.count_nonzero(gains > 0))]
-            devices[moved] = fastest[moved]
-            self._stream_excess(dict.fromkeys(fastest[moved].tolist(), 0.0), arrays.expand(devices))
-            count = len(moved) // 2
+        devices = arrays.devices(self.best.assignment)[[members[0] for members in arrays.units]]
+        cards = np.where(devices == cpu, accelerators[clock[accelerators].argmin(0)], devices)
+        able = np.isfinite(clock[cards, units])
+        for _ in range(2 * PARAMS.retries):
+            if self.effort.over:
+                return
+            devices = np.where(accelerated(arrays, cards, able), cards, cpu)
+            evaluation = self._evaluate(self._with_all_streamed(arrays.expand(devices)))
+            if self.offer(evaluation) or evaluation.seconds >= self.seconds:
+                break
+            able[self._crowded(evaluation)] = False
+        if evaluation.feasible:
+            self._stream_excess(self._deficit(evaluation), arrays.devices(evaluation.assignment))
+
+    def _crowded(self, evaluation: Evaluation) -> list[int]:
+        """Return the macro-operations during which, or before which, an accelerator exceeds its budget."""
+        graph, topology = self.problem.graph, self.problem.topology
+        profile = measure_memory(graph, topology, evaluation.schedule, with_profile=True).profile
+        over = [np.array(profile[spec.key]) > spec.room for spec in topology.accelerators]
+        crowded, full = set[int](), False
+        for step, exceeds in zip(evaluation.schedule.steps, np.any(over, axis=0).tolist(), strict=True):
+            full |= exceeds
+            if isinstance(step, Run):
+                if full:
+                    crowded.add(int(self.arrays.unit_of[self.arrays.index[step.operation]]))
+                full = False
+        return sorted(crowded - {-1})
+
+    def _deficit(self, evaluation: Evaluation) -> dict[int, float]:
+        """Return device -> bytes of weights to stream there, of a placement that streams all of them."""
+        arrays, devices = self.arrays, self.arrays.devices(evaluation.assignment)
+        deficit: dict[int, float] = {}
+        for device in np.unique(devices[arrays.accelerates[devices]]).tolist():
+            units = np.unique(arrays.unit_of[devices == device])
+            streamed = [item for unit in units[units >= 0].tolist() for item in self.guide.movable(unit)]
+            spare = arrays.room[device] - evaluation.peak(arrays.keys[device]).nbytes
+            deficit[device] = max(0.0, arrays.stored_bytes(streamed) - spare)
+        return deficit
+
+    def _with_all_streamed(self, devices: Ints) -> Assignment:
+        """Return the assignment of these (operations,) devices with all weights streamed that can be."""
+        weights = range(self.arrays.values, len(self.arrays.names))
+        streamable = [self.arrays.names[item] for item in weights if self.guide.is_streamable(item)]
+        return assign_weights(self.problem, self.arrays.named(devices), streamable)
 
     def _stream_excess(
         self, deficit: dict[int, float], devices: Ints, max_weight_bytes: float = np.inf
