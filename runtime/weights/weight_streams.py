@@ -116,10 +116,13 @@ class _LoadedSegment:
         self.layouts = tuple(map(_layout, weights))
         self.entry = 0
         self.host = weights[0].device
+        self.recorded: Sequence[torch.Tensor] = ()
 
     def load(self, weights: Sequence[torch.Tensor]) -> None:
         """Enqueue the copy, after the last reader of the slot's previous segment."""
         self.entry = self.storage.entries
+        # torch.jit.trace drops writes to memory that is older than the trace
+        self.recorded = weights if torch.jit.is_tracing() else ()  # type: ignore[attr-defined, no-untyped-call]
         self.queues.copies_wait(self.free)
         in_place = tuple(map(_layout, weights)) == self.layouts
         staging = self.storage.staging
@@ -136,7 +139,7 @@ class _LoadedSegment:
     def wait(self) -> tuple[torch.Tensor, ...]:
         """Let the computation wait for the copy; return the segment's weights on the accelerator."""
         self.queues.work_waits(self.ready)
-        return self.views
+        return tuple(weight.to(self.storage.device) for weight in self.recorded) or self.views
 
     def await_copy(self) -> None:
         """Let the host wait for the copy, before hooks write to the weights."""

@@ -420,6 +420,18 @@ def test_no_capture_inside_a_trace_of_torch_jit() -> None:
     assert torch.equal(placed(other), model(other))
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_jit_trace_has_streamed_weights() -> None:
+    """Regression: copies into the prefetch buffer were not recorded, and a traced module read old weights."""
+    layers = [nn.Linear(64, 64) for _ in range(4)]
+    model, x = nn.Sequential(*layers).eval(), torch.randn(4, 64)
+    with graphplan.simulate({0: "1MiB"}), torch.no_grad():
+        placed: Any = graphplan.partition(model, {0: "48KiB", "cpu": "1MiB"}, (x,), cpu_compute=False)
+        traced = torch.jit.trace(placed, (x,))
+        for inputs in (x, x + 1):
+            assert torch.allclose(traced(inputs), model(inputs), atol=1e-5)
+
+
 @torch.no_grad()
 def test_graph_of_repeated_tensor_serves_distinct_tensors() -> None:
     # nn.MultiheadAttention asks whether its query is its key: the key was never read
