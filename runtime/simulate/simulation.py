@@ -112,6 +112,12 @@ class _Backend(device_module()):  # type: ignore[misc]  # a class that torch kee
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 
+    def get_rng_state(self, _device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()  # simulated devices draw from the CPU's generator
+
+    def set_rng_state(self, state: torch.Tensor, _device: Any = None) -> None:
+        torch.set_rng_state(state)
+
     def current_stream(self, _device: Any = None) -> _Stream:
         return _Stream()
 

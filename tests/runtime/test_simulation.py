@@ -269,3 +269,15 @@ def test_fake_tensors_allocate_nothing() -> None:
     with graphplan.simulate({0: 1024}) as machine, FakeTensorMode():
         assert torch.empty(1000, device="sim:0").shape == (1000,)
         assert machine.peak_bytes(0) == 0
+
+
+@pytest.mark.filterwarnings("ignore:SIM reports")
+def test_forked_random_state_is_restored() -> None:
+    """Regression: ``torch.random.fork_rng`` failed, since the devices had no random state."""
+    with simulate({0: 1024}):
+        torch.manual_seed(0)
+        expected = torch.rand(3)
+        torch.manual_seed(0)
+        with torch.random.fork_rng():
+            torch.rand(3, device="sim:0")
+        assert torch.equal(torch.rand(3), expected)
