@@ -301,6 +301,21 @@ def without_current_mode() -> AbstractContextManager[Any]:
     return private(python_dispatch, "_pop_mode_temporarily", "torch")()
 
 
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Context manager for a trial, which ``torch.jit.trace`` and the user's dispatch modes do not see."""
+    set_tracing = private(torch._C, "_set_tracing_state", "torch")
+    tracing = private(torch._C, "_get_tracing_state", "torch")()
+    set_tracing(None)
+    try:
+        with ExitStack() as stack:
+            while (mode := current_mode()) is not None and not getattr(mode, "simulates", False):
+                stack.enter_context(without_current_mode())
+            yield
+    finally:
+        set_tracing(tracing)
+
+
 _stances: list[Any] = []  # of the open blocks, in the order in which they began
 _stances_change = threading.Lock()
 

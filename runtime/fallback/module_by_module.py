@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graphplan._compat.torch import unobserved
 from graphplan.capture.changes.attribute_data import is_plain
 from graphplan.capture.eager_run import is_same
 from graphplan.capture.model.modes import Modes
@@ -244,7 +245,7 @@ def _first_mode(
             failures.append(error)
             continue
         try:
-            with rolled_back(tree), _with_empty_hook_tables(tree):
+            with unobserved(), rolled_back(tree), _with_empty_hook_tables(tree):
                 run_in(mode, args, kwargs)
         except (RuntimeError, NotImplementedError, GraphplanError) as error:
             failures.append(error)

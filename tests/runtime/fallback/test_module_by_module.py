@@ -20,6 +20,7 @@ from language_models import CACHE_NAMES, build, inputs_of
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import graphplan
 from graphplan.runtime.fallback.hooked_run import ExecutionMode, HookedRun, run_hooked
@@ -827,3 +828,22 @@ def test_checkpoint_recomputation_equals_the_first_run(example: tuple[torch.Tens
             one(X, STOP).sum().backward()
         pairs = zip(made.parameters(), model.parameters(), strict=True)
         assert all(largest_difference(one.grad.cpu(), other.grad) < 1e-5 for one, other in pairs)
+
+
+@pytest.mark.filterwarnings("ignore:hooks were added", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_trial_is_hidden_from_modes_and_jit_trace() -> None:
+    """Regression: the first call with hooks had twice its FLOPs, and ``torch.jit.trace`` of it crashed."""
+    x = torch.randn(4, 64)
+    with torch.no_grad(), graphplan.simulate({0: "1MiB"}):
+        for first in ("count", "trace"):
+            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))).eval()
+            placed: Any = graphplan.partition(model, {0: "48KiB", "cpu": "1MiB"}, (x,), cpu_compute=False)
+            if first == "count":
+                with FlopCounterMode(display=False) as counted:  # it registers hooks of all modules
+                    placed(x)
+                assert counted.get_total_flops() == 4 * 2 * 4 * 64 * 64
+            else:
+                placed[1].register_forward_hook(lambda *_: None)
+                traced = torch.jit.trace(placed, (x,), check_trace=False)
+                assert torch.allclose(traced(x + 1), model(x + 1), atol=1e-5)
