@@ -14,6 +14,7 @@ from torch import nn
 
 from graphplan._compat.torch import parsed_move
 from graphplan.errors import PlanError
+from graphplan.runtime.fallback.replaced_tensors import to_device
 from graphplan.runtime.module.placed_parts import planned_attributes
 
 # base classes of models that transformers, PEFT and diffusers move
@@ -38,6 +39,8 @@ def class_body(placed: Any, original: type[nn.Module]) -> dict[str, Any]:
         body["_valid_auto_compile_criteria"] = lambda *_args, **_kwargs: False
     if hasattr(original, "add_adapter") and "PeftModel" not in names:
         body["add_adapter"] = _refuse_adapter
+    if "PeftModel" in names:
+        body["get_prompt"] = _prompt_for_calls(original)
     return body
 
 
@@ -73,6 +76,16 @@ def _to_device(method: Any, place: torch.device) -> Any:
         return _to(self, place if device is None else torch.device("cuda", torch.device(device).index))
 
     return convert
+
+
+def _prompt_for_calls(original: Any) -> Any:
+    """Return PEFT's ``get_prompt`` with its result on the device of inputs: ``generate()`` joins both."""
+
+    @functools.wraps(original.get_prompt)
+    def get_prompt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return to_device(original.get_prompt(self, *args, **kwargs), self.device, self)
+
+    return get_prompt
 
 
 def _refuse_adapter(self: Any, *_args: Any, **_kwargs: Any) -> None:

@@ -55,6 +55,18 @@ def test_prompts_can_be_disabled_temporarily(before: bool) -> None:
     assert largest_difference(logits(graphplan.unplace(placed)), enabled) < 1e-5
 
 
+@pytest.mark.parametrize("encoded", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+def test_prompts_are_generated_from_on_an_accelerator(encoded: bool) -> None:
+    """Regression: PEFT joined the prompt, on an accelerator, with the embeddings of inputs on the CPU."""
+    config: Any = peft.PromptEncoderConfig if encoded else peft.PromptTuningConfig
+    model = adapted(config(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    inputs: Any = {"input_ids": IDS, "max_new_tokens": 3, "do_sample": False}
+    with graphplan.simulate({0: "1MiB"}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs={"input_ids": IDS}, offload=False)
+        assert torch.equal(placed.generate(**inputs), model.generate(**inputs))
+
+
 @pytest.mark.slow
 def test_an_adapted_model_is_moved_by_trainers() -> None:
     model = adapted(peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
