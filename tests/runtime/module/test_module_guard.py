@@ -214,6 +214,17 @@ def test_ignored_attributes_do_not_cause_a_retrace(machine: Any) -> None:
         assert torch.allclose(placed(x), net(x), atol=1e-5)
 
 
+def test_step_name_of_lightning_does_not_cause_a_retrace() -> None:
+    """Regression: each epoch of a Lightning trainer traced its module twice."""
+    net, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(3, 8)
+    net._current_fx_name = None  # type: ignore[assignment]  # as a LightningModule has it
+    placed = graphplan.partition(net, {"cpu": "1MiB"}, (x,))
+    placed._current_fx_name = "validation_step"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed(x)
+
+
 PLAIN_VALUES = [1.5 + 2j, b"text", [1j], {"a": 1j}, [b"text"], range(1, 3), slice(1, 3), Path("a"), [...]]
 
 
