@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from graphplan._compat.torch import mark_backward_nodes, storage_of
 from graphplan._compat.traced_tensors import substitute_fake, untraced
-from graphplan.capture.attention import FusedAttention, on_any_device
+from graphplan.capture.attention import FusedAttention, kept, on_any_device
 from graphplan.capture.captured_graph import Capture, TrainingStep, rename_clashes
 from graphplan.capture.model.model_weights import ModelWeights, is_wrapper
 from graphplan.capture.model.modes import Differentiation
@@ -308,8 +308,8 @@ class _Forward(DecidedSizes, FusedAttention):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is aten.masked_scatter.default:  # its fake does not broadcast symbolic sizes
             args = (*torch.broadcast_tensors(*args[:2]), *args[2:])
-        if target is aten.dropout.default and has_free_unbacked_symbols(args[0]):
-            return _dropped(*args, **kwargs)  # torch's formula branches on whether the input is empty
+        if target is aten.dropout.default:
+            return _dropped(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
 
@@ -326,7 +326,7 @@ def _dropped(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Return the result of dropout on a tensor with any number of elements."""
     if p == 0 or not train:
         return x
-    return x * (torch.empty_like(x).bernoulli_(1 - p).div_(1 - p) if p < 1 else x.new_zeros(()))
+    return x * kept(x, p) * (1 / (1 - p)) if p < 1 else x * x.new_zeros(())
 
 
 def _detached(values: Sequence[Any]) -> list[Any]:

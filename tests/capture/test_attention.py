@@ -38,6 +38,7 @@ def heads(*shapes: Sequence[int]) -> list[torch.Tensor]:
     return [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
+DROPS = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1), nn.Sigmoid()).double()
 SAME = [(2, 4, 6, 8)] * 3
 CASES: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {
     "plain": ({}, heads(*SAME)),
@@ -89,6 +90,20 @@ def test_results_and_gradients_are_those_of_eager(name: str, simulated: bool) ->
             assert machine.peak_bytes(0) <= placed.plan.peak_bytes[0]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_dropout_draws_as_in_eager_mode(name: str) -> None:
+    options, given = CASES[name]
+    model = Attention(dropout_p=0.3, **options)
+    placed = graphplan.partition(copy.deepcopy(model), {"cpu": "1GiB"}, tuple(given), train=True)
+    torch.manual_seed(1)
+    expected = step(model, given)
+    torch.manual_seed(1)
+    for found, one in zip(step(placed, given), expected, strict=True):
+        assert (found is None) == (one is None)
+        if found is not None and one is not None:
+            assert largest_difference(found, one) < 1e-9
+
+
 def graph_of(model: nn.Module, given: Sequence[torch.Tensor]) -> Graph:
     # outside of a simulation, device 0 is a GPU
     return graphplan.plan(model, {0: "8GiB"}, tuple(given), train=True).graph
@@ -105,6 +120,17 @@ def test_dropout_and_trained_masks_are_written_out(model: nn.Module) -> None:
     kinds = {operation.type for operation in graph_of(model, heads(*SAME)).operations.values()}
     assert "_safe_softmax" in kinds
     assert not any("attention" in kind for kind in kinds)
+
+
+@pytest.mark.parametrize("model", [Attention(dropout_p=0.1), DROPS])
+def test_saved_dropout_masks_have_one_byte_an_element(model: nn.Module) -> None:
+    given = heads(*SAME) if isinstance(model, Attention) else heads((32, 32))
+    graph = graph_of(model, given)
+    backward = [operation for operation in graph.operations.values() if operation.backward]
+    masks = [graph.values[n] for op in backward for n in op.inputs if n in graph.values]
+    assert any(value.dtype == "bool" and value.nbytes for value in masks)
+    drawn = [op for op in graph.operations.values() if "bernoulli" in op.type]
+    assert {graph.values[name].dtype for op in drawn for name in op.outputs} == {"bool"}
 
 
 def test_backward_attention_flops_include_recomputed_forward() -> None:
