@@ -113,31 +113,29 @@ def test_first_plans_are_kept_if_all_calls_are_slow(monkeypatch: pytest.MonkeyPa
         assert len(placed.plans) == 3
 
 
-@pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tried", ["again, with less memory", "that lacked memory first", "together"])
 @pytest.mark.slow
 def test_other_placements_are_tried_if_the_first_is_infeasible(
-    together: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tried: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, budgets, limits = build("llama"), TIGHT, SHORT
-    plan, asked = Compiler.plan, list[Any]()
+    plan, asked, given = Compiler.plan, list[Any](), list[int]()
 
     def lack_room_once(self: Compiler, call: Any, aheads: Any = None, **options: Any) -> Any:
         asked.append(call)
         if len(asked) == 2:  # the first call of generate()
-            raise graphplan.InfeasibleError("no room where the example's weights are")
+            needed = {0: TIGHT[0] + 512} if "again" in tried else {}
+            raise graphplan.InfeasibleError("no room there", needed=needed, available=TIGHT)
+        given.append(self.topology[0].memory)
         return plan(self, call, aheads, **options)
 
     monkeypatch.setattr(Compiler, "plan", lack_room_once)
-    if together:
+    if tried == "together":
         monkeypatch.setattr(generate_plan, "_plan_around", lambda *_, **__: None)
     with graphplan.simulate(budgets) as machine, caplog.at_level(logging.INFO, "graphplan"):
         placed = graphplan.partition(model, machine.max_memory, kwargs=example_of("llama"), **limits)
-        how = (
-            "planning all forward passes of generate() together"
-            if together
-            else "the forward pass of generate() that lacked"
-        )
-        assert how in caplog.text
+        assert tried in caplog.text
+        assert min(given) == TIGHT[0] - 512 * ("again" in tried)
         assert len(placed.plans) == 3
         found = placed.generate(**inputs_of("llama"), max_new_tokens=5, do_sample=False)
         assert torch.equal(found, model.generate(**inputs_of("llama"), max_new_tokens=5, do_sample=False))

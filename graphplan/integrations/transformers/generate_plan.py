@@ -1,9 +1,10 @@
 """Plan a call so that the calls of ``generate`` after it fit in memory too, up to the caller's limits.
 
 The example's call is planned first, and the others with the weights where it puts them. If one of these does
-not fit, or is slow for lack of memory, it is planned first instead and decides where the weights reside. If
-that does not help, all calls are planned together. Without limits only the example is planned: calls that do
-not fit later move the weights.
+not fit, the example is planned again with as many bytes less. If that does not help, or if a call is slow for
+lack of memory, this call is planned first instead and decides where the weights reside. If nothing helps, all
+calls are planned together. Without limits only the example is planned: calls that do not fit later move the
+weights.
 
 Only transformers' code knows the arguments of a prefill and a decode step. So that code runs on the copy of
 the model that is traced. Each of its calls is traced, and returns zeros of the shapes in the trace::
@@ -18,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from graphplan.capture.structure import unflatten
 from graphplan.capture.thread_patches import one_at_a_time
 from graphplan.compiler.code_generation import Planned
 from graphplan.compiler.pipeline import Compiler, WeightedCall
-from graphplan.devices.topology import CPU, DISK
+from graphplan.devices.topology import CPU, DISK, DeviceKey
 from graphplan.errors import CaptureError, GraphplanError, InfeasibleError, LimitError, NoGraphError
 from graphplan.integrations.rehearsal import Rehearsal, Rehearsed, RepeatedCallError
 from graphplan.message_text import first_line
@@ -66,7 +67,13 @@ def plan_first(compiler: Compiler, call: BoundCall) -> list[Planned]:
         if lacking is None:
             _warn_of_slow_calls(planned)
             return planned
-        replanned = _plan_around(compiler, lacking.call, call, others, fast=lacking.why is None)
+        replanned = None
+        if lacking.nbytes:
+            smaller = _with_less_memory(compiler, lacking.nbytes)
+            replanned = _plan_around(compiler, call, call, others, fast=True, planner=smaller)
+        replanned = replanned or _plan_around(
+            compiler, lacking.call, call, others, fast=lacking.why is None, planner=compiler
+        )
         if replanned is not None:
             return replanned
         compiler.restart()
@@ -100,10 +107,11 @@ def _warn_of_slow_calls(planned: Sequence[Planned]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Shortage:
-    """A call that does not fit, and why; None if it fits but is slow for lack of memory."""
+    """A call that does not fit, why, and the bytes that it lacks; None if it is slow for lack of memory."""
 
     call: BoundCall
-    why: str | None
+    why: str | None = None
+    nbytes: Mapping[DeviceKey, int] = field(default_factory=dict)
 
 
 def _plannable(compiler: Compiler, others: Sequence[Rehearsed]) -> Iterator[Rehearsed]:
@@ -131,22 +139,39 @@ def _plan_in_turn(
         try:
             plan = compiler.plan(_with_placed_caches(rehearsed, planned))
         except InfeasibleError as error:
-            return [], _Shortage(rehearsed.first_call, str(error).splitlines()[0])
+            lacking = {key: need - error.available.get(key, need) for key, need in error.needed.items()}
+            lacking = {key: nbytes for key, nbytes in lacking.items() if nbytes > 0}
+            return [], _Shortage(rehearsed.first_call, str(error).splitlines()[0], lacking)
         if fast and lacks_room(plan.plan):
-            return [], _Shortage(rehearsed.first_call, None)
+            return [], _Shortage(rehearsed.first_call)
         compiler.commit(plan)
         planned[rehearsed.number] = plan
     return [first, *(planned[rehearsed.number] for rehearsed in others)], None
 
 
+def _with_less_memory(compiler: Compiler, nbytes: Mapping[DeviceKey, int]) -> Compiler:
+    """Return a compiler without commitments whose devices have so many bytes less."""
+    other, topology = compiler.without_commitments(), compiler.topology
+    left = {key: max(0, topology[key].memory - lacking) for key, lacking in nbytes.items()}
+    other.topology = topology.with_memory(left)
+    return other
+
+
 def _plan_around(
-    compiler: Compiler, hardest: BoundCall, example: BoundCall, others: Sequence[Rehearsed], *, fast: bool
+    compiler: Compiler,
+    hardest: BoundCall,
+    example: BoundCall,
+    others: Sequence[Rehearsed],
+    *,
+    fast: bool,
+    planner: Compiler,
 ) -> list[Planned] | None:
-    """Plan and commit the ``hardest`` call, then all others; return None if one lacks room."""
-    logger.info("planning the forward pass of generate() that lacked memory first")
+    """Plan the ``hardest`` call with the planner and commit it, then all; return None if one lacks room."""
+    again = "that lacked memory first" if planner is compiler else "again, with less memory"
+    logger.info("planning the forward pass of generate() %s", again)
     compiler.restart()
     try:
-        compiler.commit(compiler.plan(hardest))
+        compiler.commit(planner.plan(hardest))
         first = compiler.plan(example)
     except InfeasibleError as error:
         logger.info("no memory for all forward passes of generate(): %s", error)
