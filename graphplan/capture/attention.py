@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -147,8 +148,13 @@ def kept(values: torch.Tensor, p: float) -> torch.Tensor:
     """Return whether dropout keeps each value, from the same random numbers as torch's own dropout.
 
     Autograd saves one byte for each, as for a GPU's kernel; torch's formula for the CPU saves the factors.
+    Numbers are drawn in the order of the memory.
     """
-    return torch.bernoulli(torch.empty_like(values, dtype=torch.bool), 1 - p)
+    like, dims = torch.empty_like(values, dtype=torch.bool), range(values.dim())
+    if has_free_unbacked_symbols(like):
+        return torch.bernoulli(like, 1 - p)
+    order = sorted(dims, key=like.stride().__getitem__, reverse=True)
+    return torch.bernoulli(like.permute(order), 1 - p).permute(sorted(dims, key=order.__getitem__))
 
 
 def _differentiable(
@@ -163,15 +169,20 @@ def _differentiable(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     if 0 < dropout_p < 1:
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
+        dtype = query.dtype
+        if dtype in (torch.float16, torch.bfloat16):  # as torch's own formula
+            query, key, value = query.float(), key.float(), value.float()
+        if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                attn_mask = torch.where(attn_mask, 0.0, -math.inf)
+            attn_mask = attn_mask.to(query.dtype)
         _, weights = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
         if enable_gqa:
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
         result: torch.Tensor = weights * kept(weights, dropout_p) @ (value / (1 - dropout_p))
-        return result
+        return result.to(dtype)
     if dropout_p or (attn_mask is not None and attn_mask.requires_grad):
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

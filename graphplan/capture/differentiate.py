@@ -326,7 +326,11 @@ def _dropped(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     """Return the result of dropout on a tensor with any number of elements."""
     if p == 0 or not train:
         return x
-    return x * kept(x, p) * (1 / (1 - p)) if p < 1 else x * x.new_zeros(())
+    if p == 1:
+        return x * x.new_zeros(())
+    with untraced():
+        factor = float(torch.ones((), dtype=x.dtype).div_(1 - p))  # rounded as by torch's own formula
+    return x * kept(x, p) * factor
 
 
 def _detached(values: Sequence[Any]) -> list[Any]:

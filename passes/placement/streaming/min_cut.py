@@ -49,16 +49,21 @@ def accelerated(arrays: Arrays, accelerators: Ints, able: Bools) -> Bools:
 
 def _copies(arrays: Arrays, accelerator: int) -> Iterator[tuple[int, int, float]]:
     """Yield the edges of copies: tail, head, seconds if tail is on an accelerator and head on the CPU."""
+
+    def at_device(device: int) -> int:
+        accelerates = 0 <= device < arrays.computing and arrays.accelerates[device]
+        return _ACCELERATOR if accelerates else _CPU
+
     node = len(arrays.units) + 2
     readers: dict[int, set[int]] = {}
     for item, reader in zip(arrays.item.tolist(), arrays.reader.tolist(), strict=True):
         unit = int(arrays.unit_of[reader]) if reader < arrays.count else -1
-        readers.setdefault(item, set()).add(unit + 2 if unit >= 0 else _CPU)
+        readers.setdefault(item, set()).add(unit + 2 if unit >= 0 else at_device(arrays.host))
     for item, read_by in readers.items():
         if item >= arrays.values and arrays.fixed[item] < 0:
             continue
         unit = int(arrays.unit_of[arrays.source[item]]) if arrays.source[item] >= 0 else -1
-        made_by = unit + 2 if unit >= 0 else _CPU
+        made_by = unit + 2 if unit >= 0 else at_device(int(arrays.fixed[item]))
         seconds = arrays.copy_seconds(item)
         away, back = float(seconds[accelerator, arrays.cpu]), float(seconds[arrays.cpu, accelerator])
         yield made_by, node, away

@@ -258,9 +258,9 @@ class StreamedSearch:
         A segment leaves more on the CPU than that: there are few positions at which it may end.
         """
         arrays, clock, cpu = self.arrays, self.arrays.unit_seconds(), self.arrays.cpu
-        if self.best is None or cpu is None:
-            return
         accelerators, units = np.flatnonzero(arrays.accelerates), np.arange(len(arrays.units))
+        if self.best is None or cpu is None or not len(accelerators) or not len(units):
+            return
         devices = arrays.devices(self.best.assignment)[[members[0] for members in arrays.units]]
         cards = np.where(devices == cpu, accelerators[clock[accelerators].argmin(0)], devices)
         able = np.isfinite(clock[cards, units])
@@ -271,7 +271,10 @@ class StreamedSearch:
             evaluation = self._evaluate(self._with_all_streamed(arrays.expand(devices)))
             if self.offer(evaluation) or evaluation.seconds >= self.seconds:
                 break
-            able[self._crowded(evaluation)] = False
+            crowded = [unit for unit in self._crowded(evaluation) if np.isfinite(clock[cpu, unit])]
+            if not able[crowded].any():
+                break
+            able[crowded] = False
         if evaluation.feasible:
             self._stream_excess(self._deficit(evaluation), arrays.devices(evaluation.assignment))
 
