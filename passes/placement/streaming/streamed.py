@@ -268,6 +268,7 @@ class StreamedSearch:
             if self.effort.over:
                 return
             devices = np.where(accelerated(arrays, cards, able), cards, cpu)
+            self.effort.charge(3000.0 + 150.0 * arrays.count)
             evaluation = self._evaluate(self._with_all_streamed(arrays.expand(devices)))
             if self.offer(evaluation) or evaluation.seconds >= self.seconds:
                 break
