@@ -148,7 +148,7 @@ def kept(values: torch.Tensor, p: float) -> torch.Tensor:
     """Return whether dropout keeps each value, from the same random numbers as torch's own dropout.
 
     Autograd saves one byte for each, as for a GPU's kernel; torch's formula for the CPU saves the factors.
-    Numbers are drawn in the order of the memory.
+    Numbers are drawn in the order of the memory; in that of the dimensions if sizes depend on data.
     """
     like, dims = torch.empty_like(values, dtype=torch.bool), range(values.dim())
     if has_free_unbacked_symbols(like):

@@ -145,6 +145,10 @@ class Effort:
         """Subtract visits that were made."""
         self.visits -= visits
 
+    def charge_evaluation(self, operations: int) -> None:
+        """Subtract the visits of one evaluation, in proportion to the operations as measured."""
+        self.charge(3000.0 + 70.0 * operations)
+
     def until(self, share: float) -> float | None:
         """Return the deadline of this share of the remaining time; None without a deadline."""
         left = self.seconds_left

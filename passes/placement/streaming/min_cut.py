@@ -17,6 +17,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from graphplan.passes.placement.arrays import Arrays, Bools, Ints
 
+CUT_VISITS = 150.0  # for each operation, as measured on graphs of 9,000 to 14,500
 _ACCELERATOR, _CPU = 0, 1  # nodes: source and sink; macro-operations and values follow
 _LARGEST = 1 << 29  # of a capacity, which has 32 bits
 

@@ -29,7 +29,7 @@ from graphplan.passes.placement.problem import Problem
 from graphplan.passes.placement.residence import assign_weights
 from graphplan.passes.placement.segment_dp import SegmentDP
 from graphplan.passes.placement.streaming.coarsen import coarsen
-from graphplan.passes.placement.streaming.min_cut import accelerated
+from graphplan.passes.placement.streaming.min_cut import CUT_VISITS, accelerated
 from graphplan.passes.placement.streaming.round_robin import round_robin
 from graphplan.passes.placement.streaming.streamed_local_search import climb_streamed
 
@@ -100,7 +100,7 @@ class StreamedSearch:
 
     def offer(self, evaluation: Evaluation) -> bool:
         """Keep a placement if it is the fastest within the budgets; return whether it is within them."""
-        self.effort.charge(3000.0 + 70.0 * self.arrays.count)
+        self.effort.charge_evaluation(self.arrays.count)
         if not evaluation.feasible:
             over = sum(evaluation.excess.values()) if np.isfinite(evaluation.seconds) else np.inf
             if over < (np.inf if self.nearest is None else sum(self.nearest.excess.values())):
@@ -268,7 +268,7 @@ class StreamedSearch:
             if self.effort.over:
                 return
             devices = np.where(accelerated(arrays, cards, able), cards, cpu)
-            self.effort.charge(3000.0 + 150.0 * arrays.count)
+            self.effort.charge(CUT_VISITS * arrays.count)
             evaluation = self._evaluate(self._with_all_streamed(arrays.expand(devices)))
             if self.offer(evaluation) or evaluation.seconds >= self.seconds:
                 break
@@ -517,7 +517,7 @@ class StreamedSearch:
                 homes |= {arrays.names[item]: cpu for item in fitting[:1]}
             if homes == evaluation.assignment.weights:
                 break
-            self.effort.charge(3000.0 + 70.0 * arrays.count)
+            self.effort.charge_evaluation(arrays.count)
             evaluation = self._evaluate(replace(evaluation.assignment, weights=homes))
         return evaluation
 

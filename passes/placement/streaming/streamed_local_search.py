@@ -110,7 +110,7 @@ class _Climb:
                         self.now, improved = evaluation, True
 
     def _evaluate(self, change: Assignment, max_seconds: float = math.inf) -> Evaluation:
-        self.effort.charge(3000.0 + 70.0 * self.arrays.count)
+        self.effort.charge_evaluation(self.arrays.count)
         changed = _changed(self.now.assignment, change)
         return evaluate_filled(self.problem, changed, self.unread, max_seconds)
 
