@@ -113,13 +113,8 @@ def test_first_plans_are_kept_if_all_calls_are_slow(monkeypatch: pytest.MonkeyPa
         assert len(placed.plans) == 3
 
 
-@pytest.mark.parametrize(
-    "tried",
-    [
-        "again, with less memory",
-        *(pytest.param(tried, marks=pytest.mark.slow) for tried in ("that lacked memory first", "together")),
-    ],
-)
+@pytest.mark.parametrize("tried", ["again, with less memory", "that lacked memory first", "together"])
+@pytest.mark.slow
 def test_other_placements_are_tried_if_the_first_is_infeasible(
     tried: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
