@@ -20,7 +20,7 @@ import numpy as np
 from graphplan.compiler.compile_state import Choice, CompileState, Trial, with_optimizer
 from graphplan.compiler.fixed_point import place_calls
 from graphplan.compiler.formulation import Member
-from graphplan.compiler.slicing_choice import place_whole_or_sliced
+from graphplan.compiler.slicing_choice import names_in_constraints, place_whole_or_sliced
 from graphplan.errors import InfeasibleError
 from graphplan.passes.frontend.slicing import copied
 from graphplan.passes.placement.certificate import Bound, Scope, certify
@@ -38,6 +38,7 @@ from graphplan.passes.training.knapsack import (
     items_of,
     sorted_by_price,
 )
+from graphplan.passes.training.loss_parts import LossParts, count_parts, loss_in_parts
 from graphplan.passes.training.offload import offload
 from graphplan.passes.training.recompute import recompute
 from graphplan.passes.training.segments import segments_of
@@ -72,6 +73,7 @@ class _SavingsSearch:
 
     Attributes:
         tried: number of segments that save less -> its trial.
+        savings: the same number -> what its trial saves less; 0 has none.
         missing: the same number -> bytes that its step lacks, as in :meth:`_missing_bytes`.
         fastest: operation -> its seconds on its fastest device.
         devices: devices that should hold the step: all accelerators, or the fastest if all hold it unchanged.
@@ -80,6 +82,7 @@ class _SavingsSearch:
     def __init__(self, state: CompileState) -> None:
         self.state, (self.member,) = state, state.members
         self.tried: dict[int, Trial] = {}
+        self.savings: dict[int, Savings] = {}
         self.missing: dict[int, int] = {}
         self.problem = self.state.formulation.constrained(self.member)
         self.fastest = _least_seconds(self.problem)
@@ -93,17 +96,22 @@ class _SavingsSearch:
 
     def trials(self) -> list[Trial]:
         """Return the steps to place, the fastest first."""
-        self._record(0, self.member, self.problem)
+        self.tried[0] = self._probed(self.member, self.problem)
         if self._resides:
             plain = self.tried[0]
             if plain.evaluation is not None and plain.evaluation.seconds <= (1 + _NEAR) * self.least_seconds:
                 return [plain]
             fastest = max(spec.flops for spec in self.devices)
             self.devices = [spec for spec in self.devices if spec.flops == fastest]
+        whole = self.tried[0]
+        if self.recomputes and not self._resides:
+            self._compute_loss_in_parts()
         items = self._items()
         if items:
             self._search(items)
         trials = list(self.tried.values())
+        if self.member is not whole.member:
+            trials += [whole, self._with_savings_of_best(whole.member)]
         if not self._resides:
             trials += self._searched_alone()
         feasible = sorted((trial for trial in trials if trial.evaluation), key=lambda trial: trial.seconds)
@@ -142,6 +150,21 @@ class _SavingsSearch:
         if not (self.recomputes or self.offloads):
             return Bound()
         return Bound(self.least_seconds, _EACH_ALONE, Scope.ANY)
+
+    def _compute_loss_in_parts(self) -> None:
+        """Compute the loss in parts from here on: that frees more, for less, than saving less elsewhere."""
+        count = count_parts(self.member.annotator.capture, names_in_constraints(self.state.formulation))
+        member = with_loss_in_parts(self.member, LossParts(count, self.offloads))
+        if member is not self.member:
+            self.member, self.problem = member, self.state.formulation.constrained(member)
+            self.fastest = _least_seconds(self.problem)
+            self.tried = {0: self._probed(member, self.problem)}
+
+    def _with_savings_of_best(self, member: Member) -> Trial:
+        """Probe another form of the step with the savings of the fastest trial so far."""
+        count = min(self.tried, key=lambda count: self.tried[count].seconds)
+        member = member_with(member, self.savings.get(count, Savings()))
+        return self._probed(member, self.state.formulation.constrained(member))
 
     def _items(self, *, offloads: bool = True) -> list[Item]:
         """Return the options to save less, priced for the fastest accelerator."""
@@ -256,14 +279,15 @@ class _SavingsSearch:
         """Probe the step with these savings, of so many segments."""
         member = member_with(self.member, savings)
         problem = self.state.formulation.constrained(member)
-        self._record(count, member, problem)
+        trial = self._probed(member, problem)
+        if count not in self.tried or trial.seconds < self.tried[count].seconds:
+            self.tried[count], self.savings[count] = trial, savings
         self.missing[count] = self._missing_bytes(problem)
 
-    def _record(self, count: int, member: Member, problem: Problem) -> None:
+    def _probed(self, member: Member, problem: Problem) -> Trial:
         if self.tried and self._resides:
             problem = accelerators_alone(problem) or problem
-        trial = Trial(member, probe(problem, deadline=self.state.limits.deadline, climbs=True))
-        self.tried[count] = min(trial, self.tried.get(count, trial), key=lambda candidate: candidate.seconds)
+        return Trial(member, probe(problem, deadline=self.state.limits.deadline, climbs=True))
 
     def _missing_bytes(self, problem: Problem) -> int:
         """Return the bytes by which the step's peak on one device exceeds the room of all ``devices``."""
@@ -313,6 +337,13 @@ def _least_seconds(problem: Problem) -> dict[str, float]:
             for spec in computing
         )
     return seconds
+
+
+def with_loss_in_parts(member: Member, parts: LossParts) -> Member:
+    """Return the same call, its loss computed in parts if it can be."""
+    annotator = member.annotator
+    capture = loss_in_parts(annotator.capture, parts)
+    return member if capture is annotator.capture else replace(member, annotator=annotator.of(capture))
 
 
 def member_with(member: Member, savings: Savings) -> Member:

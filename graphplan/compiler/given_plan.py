@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from graphplan.capture.captured_graph import Part
-from graphplan.compiler.activation_choice import member_with
+from graphplan.compiler.activation_choice import member_with, with_loss_in_parts
 from graphplan.compiler.compile_state import Choice, CompileState, in_parts
 from graphplan.compiler.formulation import Member
 from graphplan.errors import PlanError
@@ -20,6 +20,7 @@ from graphplan.passes.placement.calls.joint import Call
 from graphplan.passes.placement.certificate import Bound, certify
 from graphplan.passes.placement.evaluate import Evaluation, evaluate
 from graphplan.passes.training.knapsack import savings_of
+from graphplan.passes.training.loss_parts import planned_parts
 
 
 def place_as_planned(state: CompileState, plan: PlanData) -> list[Choice]:
@@ -33,9 +34,10 @@ def place_as_planned(state: CompileState, plan: PlanData) -> list[Choice]:
 
 
 def _as_planned(member: Member, plan: PlanData) -> Member:
-    """Return the call with the sliced weights, recomputation and offloading of the plan."""
+    """Return the call with the sliced weights or loss, recomputation and offloading of the plan."""
     parts = [part for name in plan.graph.weights if (part := Part.named(name)) is not None]
     member = in_parts(member, parts)
+    member = with_loss_in_parts(member, planned_parts(plan.graph))
     return member_with(member, savings_of(plan.graph, member.annotator.capture))
 
 

@@ -131,7 +131,7 @@ def _slicings(state: CompileState, share: float, max_weights: int | None = None)
         return  # slicing frees nothing: the whole stays in memory, parts on accelerators are copies
     oversized = [
         candidate
-        for candidate in _find_oversized(problem, _named(formulation), share)
+        for candidate in _find_oversized(problem, names_in_constraints(formulation), share)
         if is_sliceable(capture, candidate.weight.name) and weights.has_rows(candidate.weight.name)
     ]
     if max_weights is None or len(oversized) <= max_weights:
@@ -165,7 +165,8 @@ def _with_hint(state: CompileState, error: InfeasibleError) -> InfeasibleError:
     return error
 
 
-def _named(formulation: Formulation) -> set[str]:
+def names_in_constraints(formulation: Formulation) -> set[str]:
+    """Return the names of operations, modules and weights that the caller pins or groups."""
     constraints = formulation.options.constraints
     return {*constraints.pin, *(name for group in constraints.groups for name in group)}
 

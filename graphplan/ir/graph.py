@@ -236,6 +236,13 @@ class Graph:
         """Values that outlive the call: tensors of returned caches, gradients that stay."""
         return tuple(value.name for value in self.values.values() if value.stays)
 
+    def saves_on_cpu(self, operation: Operation) -> bool:
+        """Whether an operation keeps a value in CPU memory for the backward pass."""
+        kept = operation.outputs if operation.offloads else ()
+        return any(
+            self.operations[reader].backward for name in kept for reader in self.consumers.get(name, ())
+        )
+
     @cached_property
     def weights_with_step_memory(self) -> tuple[Weight, ...]:
         """Parameters for which the optimizer needs memory while it updates them."""

@@ -121,7 +121,7 @@ class Operation:
         forward: the operation of the forward pass whose gradient it computes, or that it repeats; empty where
             unknown, and in the forward pass.
         repeats: the operation of the forward pass that it recomputes in the backward pass.
-        offloads: whether it keeps a value in CPU memory from the forward to the backward pass.
+        offloads: whether it keeps a value in CPU memory, for the backward pass or as part of a result.
     """
 
     name: str

@@ -81,7 +81,7 @@ def take_saved(saved: list[Any], index: int) -> Any:
 
 
 def keep_on_cpu(value: torch.Tensor) -> torch.Tensor:
-    """Keep a value in CPU memory for the backward pass; this runs on the CPU, on a copy of the value."""
+    """Keep a value in CPU memory until it is read; this runs on the CPU, on a copy of the value."""
     return value
 
 

@@ -182,8 +182,9 @@ class PlanData:
     @cached_property
     def offloaded_activations(self) -> dict[str, int]:
         """Value that waits in CPU memory for the backward pass -> its bytes."""
-        kept = (operation for operation in self.graph.operations.values() if operation.offloads)
-        return {name: self.graph.values[name].copy_bytes for op in kept for name in op.inputs}
+        graph = self.graph
+        kept = (operation for operation in graph.operations.values() if graph.saves_on_cpu(operation))
+        return {name: graph.values[name].copy_bytes for op in kept for name in op.inputs}
 
     def device_map(self) -> dict[str, DeviceKey]:
         """Return module name -> device, in the format of accelerate and transformers.

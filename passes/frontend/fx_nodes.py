@@ -1,8 +1,8 @@
-"""Properties of one node of an fx graph: its arguments, its target, its module."""
+"""Nodes of an fx graph: arguments, target and module of one; and new ones with a fake value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -39,3 +39,19 @@ def module_path(node: fx.Node) -> str:
     for entry in stack.values():
         path = entry[0] if isinstance(entry, tuple) else str(entry)
     return ".".join(part.partition("@")[0] for part in path.split("."))
+
+
+def emit(
+    graph: fx.Graph,
+    origin: fx.Node,
+    name: str,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+) -> fx.Node:
+    """Create an operation in the module of ``origin``, with its fake value."""
+    node = graph.create_node("call_function", target, args, dict(kwargs or {}), name)
+    node.meta = {key: value for key, value in origin.meta.items() if key != "val"}
+    fake_args, fake_kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    node.meta["val"] = target(*fake_args, **fake_kwargs)
+    return node

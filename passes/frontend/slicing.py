@@ -18,7 +18,7 @@ Each row is computed from the same numbers as before; nothing is summed that was
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from graphplan._compat.torch import symbolic_kernels
 from graphplan.capture.captured_graph import Capture, Part
 from graphplan.devices.machine import suspended
+from graphplan.passes.frontend.fx_nodes import emit
 
 aten = torch.ops.aten
 
@@ -222,17 +223,6 @@ class _Slicer:
         self.graph.erase_node(node)
 
     def _emit(
-        self,
-        origin: fx.Node,
-        suffix: str,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any] | None = None,
+        self, origin: fx.Node, suffix: str, target: Any, args: tuple[Any, ...], kwargs: Any = None
     ) -> fx.Node:
-        """Create an operation in the module of ``origin``, with its fake value."""
-        name = f"{origin.name}_{suffix}"
-        node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name)
-        node.meta = {key: value for key, value in origin.meta.items() if key != "val"}
-        fake_args, fake_kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        node.meta["val"] = target(*fake_args, **fake_kwargs)
-        return node
+        return emit(self.graph, origin, f"{origin.name}_{suffix}", target, args, kwargs)

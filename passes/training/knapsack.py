@@ -35,7 +35,8 @@ class Savings:
 
 def savings_of(graph: Graph, capture: Capture) -> Savings:
     """Return the savings of a planned step; ``capture`` is without them."""
-    operations = graph.operations.values()
+    before = {node.name for node in capture.graph.nodes}  # a loss in parts repeats and keeps values, too
+    operations = [operation for name, operation in graph.operations.items() if name not in before]
     offloaded = dict.fromkeys(segment_path(op.module_path) for op in operations if op.offloads)
     repeats = dict[str, set[str]]()
     for operation in operations:

@@ -1,0 +1,131 @@
+"""A cross-entropy loss whose logits are too large is computed in parts of their rows, and equals eager."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from training_steps import ROOMY, check_training, needed
+
+import graphplan
+from graphplan.passes.training.loss_parts import planned_parts
+
+SLOW_CPU = {"cpu": graphplan.Speed(1e9, 1e9)}
+COUNT = "graphplan.compiler.activation_choice.count_parts"
+
+
+class Text(nn.Module):
+    """Tokens with many classes, and their loss."""
+
+    def __init__(self, bias: bool = True, returns: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 16), nn.Linear(16, 2000, bias=bias)
+        self.layer, self.returns, self.options = nn.Linear(16, 16), returns, options
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embed(ids)).relu())  # type: ignore[no-any-return]
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.logits(ids)
+        flat = logits.flatten(0, 1).float()
+        loss = nn.functional.cross_entropy(flat, labels.flatten(), **self.options)
+        return {"loss": loss, "logits": logits, "best": logits.argmax(-1)} if self.returns else {"loss": loss}
+
+
+class Capped(Text):
+    """Logits that are bounded, as in Gemma 2."""
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().logits(ids) / 3) * 3
+
+
+class Text3D(Text):
+    """The classes are not the last dimension of the loss."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.logits(ids).mT, labels)}
+
+
+class Tied(Text):
+    """The weight of the head is that of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(bias=False)
+        self.embed = nn.Embedding(2000, 16)
+        self.head.weight = self.embed.weight
+
+
+def example() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    ids, labels = torch.randint(50, (4, 32)), torch.randint(2000, (4, 32))
+    labels[:, :3] = -100
+    return {"ids": ids, "labels": labels}
+
+
+MODELS = {
+    "plain": Text,
+    "no bias": lambda: Text(bias=False),
+    "results": lambda: Text(returns=True),
+    "sum": lambda: Text(reduction="sum"),
+    "weights": lambda: Text(weight=torch.linspace(0.1, 1, 2000)),
+    "capped": Capped,
+    "tied": Tied,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_in_parts_equals_eager(name: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = MODELS[name](), example()
+    budget = int(0.4 * needed(model, inputs, optimizer=torch.optim.AdamW))
+    plan = check_training(model, inputs, {0: budget, "cpu": ROOMY}, devices=SLOW_CPU)
+    assert planned_parts(plan.graph).count > 2
+
+
+def plan_of(model: nn.Module, share: float = 0.4, **options: Any) -> graphplan.Plan:
+    """The plan on an accelerator with this share of the bytes of a step, and the CPU."""
+    inputs = example()
+    size = needed(model, inputs)
+    with graphplan.simulate({0: int(share * size), "cpu": ROOMY}) as machine:
+        options = {"devices": SLOW_CPU, **options}
+        return graphplan.plan(model, machine.max_memory, kwargs=inputs, train=True, **options)
+
+
+def test_loss_in_parts_is_faster_than_whole() -> None:
+    parts = plan_of(Text())
+    with patch(COUNT, return_value=1):
+        whole = plan_of(Text())
+    assert parts.makespan < whole.makespan
+    assert planned_parts(whole.graph).count == 1
+
+
+def test_loss_stays_whole_where_it_fits() -> None:
+    assert planned_parts(plan_of(Text(), share=1).graph).count == 1
+
+
+def test_loss_stays_whole_without_recomputation() -> None:
+    assert planned_parts(plan_of(Text(), recompute=False).graph).count == 1
+
+
+def test_loss_with_a_pinned_operation_stays_whole() -> None:
+    with patch(COUNT, return_value=1):
+        name = next(n for n, one in plan_of(Text()).graph.operations.items() if one.target == "_log_softmax")
+    assert planned_parts(plan_of(Text(), pin={name: "cpu"}).graph).count == 1
+
+
+@pytest.mark.parametrize("make", [lambda: Text(label_smoothing=0.1), Text3D])
+def test_other_losses_stay_whole(make: Any) -> None:
+    assert planned_parts(plan_of(make()).graph).count == 1
+
+
+def test_plan_with_loss_in_parts_is_carried_out_again() -> None:
+    model, inputs = Text(returns=True), example()
+    plan = graphplan.Plan.from_json(plan_of(model).to_json())
+    with graphplan.simulate({0: plan.topology[0].memory, "cpu": ROOMY}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs, train=True, plan=plan)
+    assert placed.plan.graph == plan.graph
+    assert planned_parts(plan.graph).on_cpu
+    assert not plan.offloaded_activations
