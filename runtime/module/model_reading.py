@@ -42,8 +42,9 @@ _ADAPTERS = {
 # generate() calls it between forward passes; PEFT replaces it while it generates
 _GENERATES = {"prepare_inputs_for_generation"}
 _LIGHTNINGS = {"_current_fx_name"}  # its trainer names the step here that it runs
+_TRLS = {"model_tags"}  # its trainers name themselves here, for the model card
 _OURS = {"_graphplan", PATCHED, SERVED_BY}
-_IGNORED = {*vars(nn.Module()), *_OURS, *_ADAPTERS, *_GENERATES, *_LIGHTNINGS}
+_IGNORED = {*vars(nn.Module()), *_OURS, *_ADAPTERS, *_GENERATES, *_LIGHTNINGS, *_TRLS}
 _LIBRARIES = {"abc", "builtins", "torch", "typing"}
 _CLASS_CODE = (FunctionType, classmethod, staticmethod, property, partialmethod, type)
 ANY = object()

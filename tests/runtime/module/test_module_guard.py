@@ -225,6 +225,22 @@ def test_step_name_of_lightning_does_not_cause_a_retrace() -> None:
         placed(x)
 
 
+def test_model_tags_do_not_cause_a_retrace() -> None:
+    """Regression: the trainers of trl tag a model for its model card, and it was traced again."""
+
+    class Tagged(nn.Linear):
+        model_tags: list[str] | None = None  # as of transformers' models
+
+    x = torch.randn(3, 8)
+    placed = graphplan.partition(Tagged(8, 8), {"cpu": "1MiB"}, (x,))
+    placed.model_tags = ["trl"]  # type: ignore[assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        placed(x)
+        placed.model_tags.append("sft")
+        placed(x)
+
+
 PLAIN_VALUES = [1.5 + 2j, b"text", [1j], {"a": 1j}, [b"text"], range(1, 3), slice(1, 3), Path("a"), [...]]
 
 
