@@ -1006,12 +1006,16 @@ def test_forward_that_reads_random_state_is_not_traced(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_saving_a_model_keeps_its_modes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, None])
+def test_saving_a_model_keeps_its_modes(
+    dtype: torch.dtype | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Regression: a model whose configuration had no dtype was traced again after a checkpoint."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 60}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, dtype=torch.float32)).eval()
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, dtype=dtype)).eval()
     inputs = {"input_ids": torch.arange(6)[None]}
     placed = graphplan.partition(model, {"cpu": "1GiB"}, kwargs=inputs)
     placed.save_pretrained(tmp_path)

@@ -25,6 +25,7 @@ from graphplan.devices.topology import CPU, SIMULATED
 from graphplan.errors import InputError, PlanError
 
 _training = attrgetter("training")
+_SAVING_WRITES = {"architectures", "dtype"}  # save_pretrained sets them in a configuration
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +126,8 @@ class ModeReader:
         same = len(values) == len(before) and all(map(is_, values, before))
         contained = (name for name in plain if type(plain[name]) not in PLAIN_TYPES)
         if not same or any(table[name] != plain[name] for name in contained):
-            # saving a model writes ``architectures``
-            modes = {name: value for name, value in table.items() if name != "architectures"}
-            plain = {name: _as_read(name, value) for name, value in modes.items() if is_plain(value)}
+            modes = {name: value for name, value in table.items() if name not in _SAVING_WRITES}
+            plain = {name: copy.deepcopy(value) for name, value in modes.items() if is_plain(value)}
             self._last_read[index] = values, plain
         return plain
 
@@ -171,13 +171,6 @@ def _require_adapters(layers: Iterable[Any], active: Iterable[str]) -> None:
         raise PlanError(
             f"adapter {name!r} was put into the model after it was placed: partition the model with it"
         )
-
-
-def _as_read(name: str, value: Any) -> Any:
-    """Return a copy of a configuration's value; a dtype for the name of one, which saving a model writes."""
-    if name == "dtype" and isinstance(value, str):
-        return getattr(torch, value, value)  # a name that torch does not have stays text
-    return copy.deepcopy(value)
 
 
 def _configs(parts: Iterable[nn.Module]) -> list[Any]:
