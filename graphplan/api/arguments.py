@@ -179,7 +179,10 @@ def _read_training(
     required = trainable(weights)
     trained = tuple(name for name in weights.tensors if name in required)
     if not trained:
-        raise InputError("train=True: no parameter of the model requires a gradient")
+        raise InputError(
+            "train=True: no parameter of the model requires a gradient: call requires_grad_() on what is "
+            "to be trained, or give grad=True instead if only inputs need gradients"
+        )
     dtypes = {weights.tensors[name].dtype for name in trained}
     later = {n: t for n, t in weights.tensors.items() if n in weights.parameters and t.dtype in dtypes}
     memory = optimizer_memory(later, plan_options.optimizer, plan_options.optimizer_bytes_per_element)
