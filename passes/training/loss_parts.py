@@ -92,7 +92,7 @@ def count_parts(capture: Capture, named: Collection[str]) -> int:
         return 1
     parted = replaced.difference(loss.joined, loss.summed)
     others = (_nbytes(n) for n in capture.graph.nodes if n.op == "call_function" and n not in parted)
-    return min(math.ceil(max(map(_nbytes, parted)) / max(others, default=1)), loss.rows, _MOST)
+    return min(math.ceil(max(map(_nbytes, parted)) / max([*others, 1])), loss.rows, _MOST)
 
 
 def planned_parts(graph: Graph) -> LossParts:
