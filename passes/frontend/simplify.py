@@ -61,9 +61,20 @@ def simplify(capture: Capture, *, keep_grad: bool = False) -> None:
     _copy_windows(capture)
     _copy_stored_views(capture)
     _name_states(graph)
+    _share_sizes(graph)
     interface = ("placeholder", "output")
     graph.eliminate_dead_code(lambda n: n.op in interface or bool(mutated_arguments(n)) or _has_effects(n))
     graph.lint()
+
+
+def _share_sizes(graph: fx.Graph) -> None:
+    """Compute equal sizes once: the backward pass would keep a tensor only to read its size."""
+    first: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if isinstance(value := _val(node), torch.SymInt):
+            known = first.setdefault(value.node.expr, node)
+            if known is not node:
+                node.replace_all_uses_with(known)
 
 
 def drop_checks(graph: fx.Graph) -> None:

@@ -24,17 +24,20 @@ forward pass, which a planned step cannot: the gradient of the loss is not known
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from operator import getitem
 from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from graphplan._compat.torch import symbolic_kernels
 from graphplan.capture.captured_graph import Capture
+from graphplan.capture.sizes.dynamic_sizes import largest_size
 from graphplan.devices.machine import suspended
 from graphplan.ir.graph import Graph
 from graphplan.ir.lowered_ops import keep_on_cpu
@@ -67,12 +70,20 @@ def loss_in_parts(capture: Capture, parts: LossParts) -> Capture:
 
     The capture itself is returned if that is one part, or if it has no such loss.
     """
-    if parts.count < 2 or _found(capture.graph) is None:
+    if parts.count < 2 or _found(capture) is None:
         return capture
     changed = copied(capture)
-    loss = _found(changed.graph)
+    loss = _found(changed)
     assert loss is not None
-    with suspended(), symbolic_kernels(), torch.no_grad(), _value(loss.logp).fake_mode:
+    mode = _value(loss.logp).fake_mode
+    env = mode.shape_env  # its symbols must stay those of the inputs
+    with (
+        suspended(),
+        symbolic_kernels(),
+        torch.no_grad(),
+        mode,
+        env.suppress_guards() if env else nullcontext(),
+    ):
         _Splitter(changed.graph, loss, parts).run()
     duplicate_weight_views(changed)
     changed.graph.lint()
@@ -84,15 +95,18 @@ def count_parts(capture: Capture, named: Collection[str]) -> int:
 
     It stays whole if one of its operations is in ``named``.
     """
-    loss = _found(capture.graph)
+    loss = _found(capture)
     if loss is None:
         return 1
     replaced = {*loss.forward, loss.nll, *loss.backward}
     if any(node.name in named for node in replaced):
         return 1
     parted = replaced.difference(loss.joined, loss.summed)
-    others = (_nbytes(n) for n in capture.graph.nodes if n.op == "call_function" and n not in parted)
-    return min(math.ceil(max(map(_nbytes, parted)) / max([*others, 1])), loss.rows, _MOST)
+    sizes = {n: _nbytes(n, capture.sizes) for n in capture.graph.nodes if n.op == "call_function"}
+    largest = max(nbytes for node, nbytes in sizes.items() if node in parted)
+    other = max((nbytes for node, nbytes in sizes.items() if node not in parted), default=0)
+    rows = largest_size(_value(loss.logp).shape[0], capture.sizes)
+    return min(math.ceil(largest / max(other, 1)), rows or 1, _MOST)
 
 
 def planned_parts(graph: Graph) -> LossParts:
@@ -101,12 +115,12 @@ def planned_parts(graph: Graph) -> LossParts:
     return LossParts(max(1, sum(name.startswith(_PART) for name in graph.operations)), on_cpu)
 
 
-def _nbytes(node: fx.Node) -> int:
-    """Return the bytes of a node's value if it has memory of its own and a known size, else 0."""
+def _nbytes(node: Any, sizes: Mapping[Any, int]) -> int:
+    """Return the most bytes of a node's value; 0 if it has no memory of its own, or unknown bytes."""
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or is_view(node) or not isinstance(value.numel(), int):
+    if not isinstance(value, torch.Tensor) or is_view(node):
         return 0
-    return value.numel() * value.element_size()
+    return (largest_size(value.numel(), sizes) or 0) * value.element_size()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,20 +146,16 @@ class _Loss:
         """Logarithms of the probabilities: rows x vocabulary."""
         return self.forward[-1]
 
-    @property
-    def rows(self) -> int:
-        """Rows of the logits."""
-        return int(_value(self.logp).shape[0])
 
-
-def _found(graph: fx.Graph) -> _Loss | None:
+def _found(capture: Capture) -> _Loss | None:
     """Return the loss of the largest logits; None if it cannot be computed in parts."""
+    graph = capture.graph
     losses = graph.find_nodes(op="call_function", target=aten.nll_loss_forward.default)
     if not losses:
         return None
-    nll = max(losses, key=lambda node: _numel(node.args[0]))
+    nll = max(losses, key=lambda node: _nbytes(node.args[0], capture.sizes))
     shape = _value(nll.args[0]).shape
-    if not _numel(nll.args[0]) or len(shape) != 2 or nll.args[3] not in (_MEAN, _SUM):
+    if len(shape) != 2 or not isinstance(shape[1], int) or nll.args[3] not in (_MEAN, _SUM):
         return None
     nodes, forward = list(graph.nodes), _forward(nll)
     if forward is None:
@@ -164,7 +174,7 @@ def _forward(nll: fx.Node) -> list[fx.Node] | None:
     assert isinstance(node, fx.Node)
     shape, chain = _value(node).shape, [node]
     while node.target not in _PRODUCTS:
-        inputs = [one for one in node.all_input_nodes if _numel(one) == math.prod(shape)]
+        inputs = [one for one in node.all_input_nodes if _has_numel(one, math.prod(shape))]
         if len(inputs) != 1 or not _is_by_row(node, inputs, shape):
             return None
         (node,) = inputs
@@ -201,11 +211,10 @@ def _value(node: Any) -> Any:
     return node.meta["val"]
 
 
-def _numel(node: Any) -> int:
-    """Return the number of elements of a node's value; 0 if that is no tensor, or of unknown size."""
+def _has_numel(node: fx.Node, numel: Any) -> bool:
+    """Whether a node's value is a tensor of so many elements."""
     value = node.meta.get("val")
-    numel = value.numel() if isinstance(value, torch.Tensor) else 0
-    return numel if isinstance(numel, int) else 0
+    return isinstance(value, torch.Tensor) and statically_known_true(value.numel() == numel)
 
 
 def _is_by_row(node: fx.Node, inputs: Sequence[fx.Node], shape: torch.Size) -> bool:
@@ -213,7 +222,9 @@ def _is_by_row(node: fx.Node, inputs: Sequence[fx.Node], shape: torch.Size) -> b
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
-    if any(_numel(one) != math.prod(shape) or _value(one).shape[-1] != shape[1] for one in (node, *inputs)):
+    if not all(_has_numel(one, math.prod(shape)) for one in (node, *inputs)):
+        return False
+    if any(_value(one).shape[-1] != shape[1] for one in (node, *inputs)):
         return False
     if target in _RESHAPES or target is aten.nll_loss_backward.default:
         return True
@@ -256,8 +267,8 @@ class _Splitter:
     """Rewrites one loss."""
 
     def __init__(self, graph: fx.Graph, loss: _Loss, parts: LossParts) -> None:
-        self.graph, self.loss, self.on_cpu = graph, loss, parts.on_cpu
-        self.bounds = list(pairwise(loss.rows * i // parts.count for i in range(parts.count + 1)))
+        self.graph, self.loss, self.parts = graph, loss, parts
+        self.bounds: dict[Any, list[Any]] = {}
         self.inside = {*loss.forward, loss.nll, *loss.backward}
         self.mark: dict[str, Any] = {}  # of the nodes of the pass that is written
 
@@ -284,7 +295,7 @@ class _Splitter:
         logp, target, weight, reduction, ignore_index = cast("tuple[Any, ...]", nll.args)
         read = {node: list[fx.Node]() for node in self.loss.forward if not self.inside.issuperset(node.users)}
         totals = dict[int, fx.Node]()  # of the losses, and of the weights of the targets
-        for i in range(len(self.bounds)):
+        for i in range(self.parts.count):
             pieces = self._forward_pieces(i)
             arguments = (pieces[logp], self._slice(nll, target, i), weight, _SUM, ignore_index)
             part = self._emit(nll, f"{_PART}{i}", nll.target, arguments)
@@ -293,7 +304,7 @@ class _Splitter:
                 totals[index] = self._add(nll, totals.get(index), piece)
             for node, parts in read.items():
                 piece = pieces[node]
-                if self.on_cpu:  # right away: it would wait on its device for the last one
+                if self.parts.on_cpu:  # right away: it would wait on its device for the last one
                     piece = self._emit(node, f"{node.name}_kept_{i}", keep_on_cpu, (piece,))
                 parts.append(piece)
         dtype = _value(logp).dtype
@@ -309,7 +320,7 @@ class _Splitter:
         loss = self.loss
         joined = {node: list[fx.Node]() for node in loss.joined}
         totals = dict[fx.Node, fx.Node]()
-        for i in range(len(self.bounds)):
+        for i in range(self.parts.count):
             pieces = self._forward_pieces(i)
             for node in loss.backward:
                 pieces[node] = self._piece(i, node, pieces)
@@ -358,9 +369,28 @@ class _Splitter:
         return piece
 
     def _slice(self, reader: fx.Node, node: Any, i: int, dimension: int = 0) -> fx.Node:
-        return self._emit(
-            reader, f"{node.name}_rows_{i}", aten.slice.Tensor, (node, dimension, *self.bounds[i])
-        )
+        arguments = (node, dimension, *self._bounds(reader, node, dimension)[i : i + 2])
+        return self._emit(reader, f"{node.name}_rows_{i}", aten.slice.Tensor, arguments)
+
+    def _bounds(self, reader: fx.Node, node: fx.Node, dimension: int) -> list[Any]:
+        """Return the first row of each part, and the number of rows; a part has ``(rows + i) // count``."""
+        key, count = (node, dimension, *self.mark), self.parts.count
+        if key not in self.bounds:
+            rows = _value(node).shape[dimension]
+            if not isinstance(rows, int):
+                rows = self._emit(reader, f"{node.name}_size", aten.sym_size.int, (node, dimension))
+            bounds = self.bounds[key] = [0]
+            for i in range(count):
+                more = self._number(
+                    reader, operator.floordiv, self._number(reader, operator.add, rows, i), count
+                )
+                bounds.append(self._number(reader, operator.add, bounds[-1], more))
+        return self.bounds[key]
+
+    def _number(self, reader: fx.Node, function: Any, a: Any, b: Any) -> Any:
+        if isinstance(a, int) and isinstance(b, int):
+            return function(a, b)
+        return self._emit(reader, function.__name__, function, (a, b))
 
     def _add(self, node: fx.Node, total: fx.Node | None, piece: fx.Node) -> fx.Node:
         if total is not None:
@@ -377,10 +407,15 @@ class _Splitter:
         return self._shaped(node, self._emit(node, f"{node.name}_joined", aten.cat.default, (parts,)))
 
     def _shaped(self, node: fx.Node, value: fx.Node) -> fx.Node:
-        shape = _value(node).shape
-        if _value(value).shape == shape:
+        source, shape = node, list(_value(node).shape)
+        if len(shape) == _value(value).dim():
             return value
-        return self._emit(node, f"{node.name}_shaped", aten.reshape.default, (value, list(shape)))
+        while not all(isinstance(size, int) for size in shape):  # symbolic sizes are arguments of a reshape
+            if len(source.args) > 1 and source.target in _RESHAPES:
+                shape = cast("list[Any]", source.args[1])
+                break
+            source = next(one for one in source.all_input_nodes if one in self.inside)
+        return self._emit(node, f"{node.name}_shaped", aten.reshape.default, (value, shape))
 
     def _emit(
         self, origin: fx.Node, name: str, target: Any, args: tuple[Any, ...], kwargs: Any = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
-from training_steps import ROOMY, check_training, needed
+from training_steps import ROOMY, check_training, gap, gradients_of, needed, step_of
 
 import graphplan
 from graphplan.passes.training.loss_parts import planned_parts
@@ -129,3 +130,19 @@ def test_plan_with_loss_in_parts_is_carried_out_again() -> None:
     assert placed.plan.graph == plan.graph
     assert planned_parts(plan.graph).on_cpu
     assert not plan.offloaded_activations
+
+
+def test_other_sizes_follow_a_loss_in_parts() -> None:
+    torch.manual_seed(0)
+    model, inputs = Text(), example()
+    eager, budget = copy.deepcopy(model), int(0.4 * needed(model, inputs))
+    with graphplan.simulate({0: budget, "cpu": ROOMY}) as machine:
+        placed = graphplan.partition(model, machine.max_memory, kwargs=inputs, train=True, devices=SLOW_CPU)
+        for rows, length in ((3, 32), (3, 20), (2, 5)):
+            batch = {name: tensor[:rows, :length].contiguous() for name, tensor in inputs.items()}
+            placed.zero_grad()
+            eager.zero_grad()
+            assert torch.allclose(step_of(placed, batch), step_of(eager, batch))
+            assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
+            assert all(machine.peak_bytes(0) <= plan.topology[0].memory for plan in placed.plans)
+        assert [planned_parts(plan.graph).count > 2 for plan in placed.plans[:2]] == [True, True]
