@@ -6,6 +6,8 @@ take longer than the first. Then the cheapest segments save less (:mod:`graphpla
 as many as free the missing bytes (false position), or a count next to the best one (golden-section search).
 A quick search places each step. If the accelerators hold the step that saves everything, in little more than
 the least time of its operations, nothing else is tried; else it may fit the fastest of them with less saved.
+If they do not hold it, a loss over large logits is computed in parts from then on
+(:mod:`graphplan.passes.training.loss_parts`).
 """
 
 from __future__ import annotations
