@@ -98,22 +98,20 @@ class _SavingsSearch:
 
     def trials(self) -> list[Trial]:
         """Return the steps to place, the fastest first."""
-        self.tried[0] = self._probed(self.member, self.problem)
+        whole = self.tried[0] = self._probed(self.member, self.problem)
         if self._resides:
-            plain = self.tried[0]
-            if plain.evaluation is not None and plain.evaluation.seconds <= (1 + _NEAR) * self.least_seconds:
-                return [plain]
+            if self._is_near:
+                return [whole]
             fastest = max(spec.flops for spec in self.devices)
             self.devices = [spec for spec in self.devices if spec.flops == fastest]
-        whole = self.tried[0]
-        if self.recomputes and not self._resides:
+        elif self.recomputes and not self._is_near:
             self._compute_loss_in_parts()
         items = self._items()
-        if items:
+        if items and not (self._resides and self._is_near):
             self._search(items)
         trials = list(self.tried.values())
         if self.member is not whole.member:
-            trials += [whole, self._with_savings_of_best(whole.member)]
+            trials += [whole, *self._with_savings_of_best(whole.member)]
         if not self._resides:
             trials += self._searched_alone()
         feasible = sorted((trial for trial in trials if trial.evaluation), key=lambda trial: trial.seconds)
@@ -162,11 +160,13 @@ class _SavingsSearch:
             self.fastest = _least_seconds(self.problem)
             self.tried = {0: self._probed(member, self.problem)}
 
-    def _with_savings_of_best(self, member: Member) -> Trial:
-        """Probe another form of the step with the savings of the fastest trial so far."""
+    def _with_savings_of_best(self, member: Member) -> list[Trial]:
+        """Probe another form of the step with the savings of the fastest trial so far, if that has any."""
         count = min(self.tried, key=lambda count: self.tried[count].seconds)
-        member = member_with(member, self.savings.get(count, Savings()))
-        return self._probed(member, self.state.formulation.constrained(member))
+        if count not in self.savings:
+            return []
+        member = member_with(member, self.savings[count])
+        return [self._probed(member, self.state.formulation.constrained(member))]
 
     def _items(self, *, offloads: bool = True) -> list[Item]:
         """Return the options to save less, priced for the fastest accelerator."""
@@ -192,6 +192,12 @@ class _SavingsSearch:
     def _best(self) -> Trial:
         """The fastest trial so far; one without a placement if nothing fits."""
         return min(self.tried.values(), key=lambda trial: trial.seconds)
+
+    @property
+    def _is_near(self) -> bool:
+        """Whether the step that saves everything takes little more than the least time of its operations."""
+        evaluation = self.tried[0].evaluation
+        return evaluation is not None and evaluation.seconds <= (1 + _NEAR) * self.least_seconds
 
     @property
     def _resides(self) -> bool:
