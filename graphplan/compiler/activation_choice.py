@@ -6,8 +6,8 @@ take longer than the first. Then the cheapest segments save less (:mod:`graphpla
 as many as free the missing bytes (false position), or a count next to the best one (golden-section search).
 A quick search places each step. If the accelerators hold the step that saves everything, in little more than
 the least time of its operations, nothing else is tried; else it may fit the fastest of them with less saved.
-If they do not hold it, a loss over large logits is computed in parts from then on
-(:mod:`graphplan.passes.training.loss_parts`).
+If they hold neither that nor the step that recomputes every block, a loss over large logits is computed in
+parts from then on (:mod:`graphplan.passes.training.loss_parts`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class _SavingsSearch:
 
     Attributes:
         tried: number of segments that save less -> its trial.
-        savings: the same number -> what its trial saves less; 0 has none.
         missing: the same number -> bytes that its step lacks, as in :meth:`_missing_bytes`.
         fastest: operation -> its seconds on its fastest device.
         devices: devices that should hold the step: all accelerators, or the fastest if all hold it unchanged.
@@ -84,7 +83,6 @@ class _SavingsSearch:
     def __init__(self, state: CompileState) -> None:
         self.state, (self.member,) = state, state.members
         self.tried: dict[int, Trial] = {}
-        self.savings: dict[int, Savings] = {}
         self.missing: dict[int, int] = {}
         self.problem = self.state.formulation.constrained(self.member)
         self.fastest = _least_seconds(self.problem)
@@ -98,20 +96,19 @@ class _SavingsSearch:
 
     def trials(self) -> list[Trial]:
         """Return the steps to place, the fastest first."""
-        whole = self.tried[0] = self._probed(self.member, self.problem)
+        self.tried[0] = self._probed(self.member, self.problem)
+        others = list[Trial]()
         if self._resides:
             if self._is_near:
-                return [whole]
+                return [self.tried[0]]
             fastest = max(spec.flops for spec in self.devices)
             self.devices = [spec for spec in self.devices if spec.flops == fastest]
         elif self.recomputes and not self._is_near:
-            self._compute_loss_in_parts()
+            others = self._compute_loss_in_parts()
         items = self._items()
         if items and not (self._resides and self._is_near):
             self._search(items)
-        trials = list(self.tried.values())
-        if self.member is not whole.member:
-            trials += [whole, *self._with_savings_of_best(whole.member)]
+        trials = [*self.tried.values(), *others]
         if not self._resides:
             trials += self._searched_alone()
         feasible = sorted((trial for trial in trials if trial.evaluation), key=lambda trial: trial.seconds)
@@ -151,22 +148,28 @@ class _SavingsSearch:
             return Bound()
         return Bound(self.least_seconds, _EACH_ALONE, Scope.ANY)
 
-    def _compute_loss_in_parts(self) -> None:
-        """Compute the loss in parts from here on: that frees more, for less, than saving less elsewhere."""
+    def _compute_loss_in_parts(self) -> list[Trial]:
+        """Compute the loss in parts from here on, unless every block recomputed suffices.
+
+        Return the trials with the loss as it was.
+        """
         count = count_parts(self.member.annotator.capture, names_in_constraints(self.state.formulation))
         member = with_loss_in_parts(self.member, LossParts(count, self.offloads))
-        if member is not self.member:
-            self.member, self.problem = member, self.state.formulation.constrained(member)
-            self.fastest = _least_seconds(self.problem)
-            self.tried = {0: self._probed(member, self.problem)}
-
-    def _with_savings_of_best(self, member: Member) -> list[Trial]:
-        """Probe another form of the step with the savings of the fastest trial so far, if that has any."""
-        count = min(self.tried, key=lambda count: self.tried[count].seconds)
-        if count not in self.savings:
+        if member is self.member:
             return []
-        member = member_with(member, self.savings[count])
-        return [self._probed(member, self.state.formulation.constrained(member))]
+        self._try_every_block(len(self._items()))
+        if self._resides:
+            return []
+        whole = list(self.tried.values())
+        self.member, self.problem = member, self.state.formulation.constrained(member)
+        self.fastest = _least_seconds(self.problem)
+        self.tried, self.missing = {0: self._probed(member, self.problem)}, {}
+        return whole
+
+    def _try_every_block(self, count: int) -> None:
+        savings, seconds = self.every_block()
+        if seconds and self.least_seconds + seconds < self.tried[0].seconds:
+            self._try(count, savings)
 
     def _items(self, *, offloads: bool = True) -> list[Item]:
         """Return the options to save less, priced for the fastest accelerator."""
@@ -226,9 +229,8 @@ class _SavingsSearch:
         """
         segment_count, streams = len(items), self.tried[0].evaluation is not None
         self.missing[0] = self._missing_bytes(self.problem)
-        savings, recompute_seconds = self.every_block()
-        if recompute_seconds and self.least_seconds + recompute_seconds < self.tried[0].seconds:
-            self._try(segment_count, savings)
+        if segment_count not in self.tried:
+            self._try_every_block(segment_count)
         if not self._resides and (not streams or (segment_count in self.tried and not self.large)):
             self._try(segment_count, cheapest(items, segment_count))
         if self.missing.get(segment_count, 0) > 0 and self._best.evaluation is None:
@@ -288,8 +290,7 @@ class _SavingsSearch:
         member = member_with(self.member, savings)
         problem = self.state.formulation.constrained(member)
         trial = self._probed(member, problem)
-        if count not in self.tried or trial.seconds < self.tried[count].seconds:
-            self.tried[count], self.savings[count] = trial, savings
+        self.tried[count] = min(trial, self.tried.get(count, trial), key=lambda candidate: candidate.seconds)
         self.missing[count] = self._missing_bytes(problem)
 
     def _probed(self, member: Member, problem: Problem) -> Trial:
