@@ -46,7 +46,7 @@ from graphplan.passes.training.recompute import recompute
 from graphplan.passes.training.segments import segments_of
 
 _STEPS = 4  # counts of segments to try besides none and all
-_NEAR = 0.05  # relative gap to the least time, below which a step that fits is not tried with less saved
+_NEAR = 0.05  # relative: a step this near to the least time is not tried with less saved
 _GOLDEN = 0.382  # golden-section search: fraction of the interval to step
 _EACH_ALONE = "each operation where it takes least, whatever is saved"
 
@@ -108,10 +108,13 @@ class _SavingsSearch:
         items = self._items()
         if items and not (self._resides and self._is_near):
             self._search(items)
-        trials = [*self.tried.values(), *others]
+        trials = list(self.tried.values())
         if not self._resides:
             trials += self._searched_alone()
-        feasible = sorted((trial for trial in trials if trial.evaluation), key=lambda trial: trial.seconds)
+        # quick searches do not tell apart what is nearer: a loss in parts, with its own time, must be faster
+        seconds = [(trial.seconds * (1 + _NEAR if others else 1), trial) for trial in trials]
+        seconds += [(trial.seconds, trial) for trial in others]
+        feasible = [trial for _, trial in sorted(seconds, key=lambda pair: pair[0]) if trial.evaluation]
         if feasible:
             return feasible
         # nothing fits: save as little as the caller allows, so that the error names the smallest budgets
