@@ -161,10 +161,12 @@ def _found(capture: Capture) -> _Loss | None:
     if forward is None:
         return None
     loss = _backward(nodes, _Loss(nll, forward, [], [], []))
-    written = written_nodes([node for node in nodes if node.op == "call_function"])
-    if loss is None or not written.isdisjoint((*forward, *loss.backward)):
+    if loss is None:
         return None
     groups = ([*forward, nll], loss.backward)
+    read = {one for group in groups for node in group for one in (node, *node.all_input_nodes)}
+    if not read.isdisjoint(written_nodes([node for node in nodes if node.op == "call_function"])):
+        return None
     return None if any(_hoisted(nodes, group) is None for group in groups) else loss
 
 
@@ -179,6 +181,8 @@ def _forward(nll: fx.Node) -> list[fx.Node] | None:
             return None
         (node,) = inputs
         chain.append(node)
+    if node.target is aten.addmm.default and _value(node.args[0]).dim() > 1:  # what is added has rows
+        return None
     return chain[::-1]
 
 
@@ -226,8 +230,10 @@ def _is_by_row(node: fx.Node, inputs: Sequence[fx.Node], shape: torch.Size) -> b
         return False
     if any(_value(one).shape[-1] != shape[1] for one in (node, *inputs)):
         return False
-    if target in _RESHAPES or target is aten.nll_loss_backward.default:
+    if target in _RESHAPES:
         return True
+    if target is aten.nll_loss_backward.default:
+        return node.args[4] in (_MEAN, _SUM)  # else the gradient of the loss has rows
     if target in _AXIS:
         return node.args[_AXIS[target]] in (-1, _value(node).dim() - 1)
     others = [_value(one) for one in node.all_input_nodes if one not in inputs]

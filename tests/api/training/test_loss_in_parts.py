@@ -50,6 +50,45 @@ class Text3D(Text):
         return {"loss": nn.functional.cross_entropy(self.logits(ids).mT, labels)}
 
 
+class Prior(Text):
+    """Logits are adjusted by a buffer that the step writes to once the loss is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("prior", torch.linspace(-1, 1, 2000))
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().logits(ids) + self.prior
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        result = super().forward(ids, labels)
+        with torch.no_grad():
+            self.prior.mul_(0.5).add_(1)
+        return result
+
+
+class Residual(Text):
+    """What is added to the product has rows as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("residual", torch.ones(4 * 32, 1))
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.layer(self.embed(ids)).flatten(0, 1)
+        return torch.addmm(self.residual, x, self.head.weight.T).unflatten(0, (4, 32))
+
+
+class PerRow(Text):
+    """The same logarithms are read by a mean and by losses of each row."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logp, labels = self.logits(ids).flatten(0, 1).log_softmax(-1), labels.flatten()
+        mean = nn.functional.nll_loss(logp, labels)
+        each = nn.functional.nll_loss(logp, labels, reduction="none")
+        return {"loss": mean + (each * torch.linspace(0, 1, len(each))).mean()}
+
+
 class Tied(Text):
     """The weight of the head is that of the embedding."""
 
@@ -84,6 +123,15 @@ def test_loss_in_parts_equals_eager(name: str) -> None:
     budget = int(0.4 * needed(model, inputs, optimizer=torch.optim.AdamW))
     plan = check_training(model, inputs, {0: budget, "cpu": ROOMY}, devices=SLOW_CPU)
     assert planned_parts(plan.graph).count > 2
+
+
+@pytest.mark.parametrize("make", [Prior, Residual, PerRow])
+def test_loss_that_cannot_be_parted_equals_eager(make: Any) -> None:
+    torch.manual_seed(0)
+    model, inputs = make(), example()
+    budget = int(0.4 * needed(model, inputs, optimizer=torch.optim.AdamW))
+    plan = check_training(model, inputs, {0: budget, "cpu": ROOMY}, devices=SLOW_CPU)
+    assert planned_parts(plan.graph).count == 1
 
 
 def plan_of(model: nn.Module, share: float = 0.4, **options: Any) -> graphplan.Plan:
