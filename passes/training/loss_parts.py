@@ -157,6 +157,8 @@ def _found(capture: Capture) -> _Loss | None:
     shape = _value(nll.args[0]).shape
     if len(shape) != 2 or not isinstance(shape[1], int) or nll.args[3] not in (_MEAN, _SUM):
         return None
+    if nll.args[3] == _MEAN and _value(nll.args[0]).dtype == torch.float16:  # sums of parts may overflow
+        return None
     nodes, forward = list(graph.nodes), _forward(nll)
     if forward is None:
         return None

@@ -164,3 +164,8 @@ def test_target_that_depends_on_logits_keeps_a_loss_whole() -> None:
     step.nll = step.add(aten.nll_loss_forward.default, step.logp, step.target, None, 1, -100)
     capture = step.capture(step.add(getitem, step.nll, 0), step.gradient())
     assert loss_in_parts(capture, LossParts(2)) is capture
+
+
+def test_mean_in_float16_stays_whole() -> None:
+    """The sum of a part may be larger than any number of float16, though the mean is not."""
+    assert count_parts(whole(torch.float16), ()) == 1
