@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -63,9 +64,11 @@ def place_step(state: CompileState) -> list[Choice]:
     failure: InfeasibleError | None = None
     for trial in search.trials():
         try:
-            return search.place(trial)
+            placed = search.place(trial)
         except InfeasibleError as error:  # with its transfers, operations need more memory
             failure = failure or error.with_traceback(None)
+            continue
+        return search.faster_with_whole_loss(trial, placed)
     assert failure is not None
     raise failure
 
@@ -77,6 +80,7 @@ class _SavingsSearch:
         tried: number of segments that save less -> its trial.
         missing: the same number -> bytes that its step lacks, as in :meth:`_missing_bytes`.
         fastest: operation -> its seconds on its fastest device.
+        whole: trials with the loss as it is, if it is computed in parts.
         devices: devices that should hold the step: all accelerators, or the fastest if all hold it unchanged.
     """
 
@@ -84,6 +88,7 @@ class _SavingsSearch:
         self.state, (self.member,) = state, state.members
         self.tried: dict[int, Trial] = {}
         self.missing: dict[int, int] = {}
+        self.whole: list[Trial] = []
         self.problem = self.state.formulation.constrained(self.member)
         self.fastest = _least_seconds(self.problem)
         self.least_seconds = sum(self.fastest.values())
@@ -97,14 +102,13 @@ class _SavingsSearch:
     def trials(self) -> list[Trial]:
         """Return the steps to place, the fastest first."""
         self.tried[0] = self._probed(self.member, self.problem)
-        others = list[Trial]()
         if self._resides:
             if self._is_near:
                 return [self.tried[0]]
             fastest = max(spec.flops for spec in self.devices)
             self.devices = [spec for spec in self.devices if spec.flops == fastest]
         elif self.recomputes and not self._is_near:
-            others = self._compute_loss_in_parts()
+            self._compute_loss_in_parts()
         items = self._items()
         if items and not (self._resides and self._is_near):
             self._search(items)
@@ -112,8 +116,8 @@ class _SavingsSearch:
         if not self._resides:
             trials += self._searched_alone()
         # quick searches do not tell apart what is nearer: a loss in parts, with its own time, must be faster
-        seconds = [(trial.seconds * (1 + _NEAR if others else 1), trial) for trial in trials]
-        seconds += [(trial.seconds, trial) for trial in others]
+        seconds = [(trial.seconds * (1 + _NEAR if self.whole else 1), trial) for trial in trials]
+        seconds += [(trial.seconds, trial) for trial in self.whole]
         feasible = [trial for _, trial in sorted(seconds, key=lambda pair: pair[0]) if trial.evaluation]
         if feasible:
             return feasible
@@ -151,23 +155,29 @@ class _SavingsSearch:
             return Bound()
         return Bound(self.least_seconds, _EACH_ALONE, Scope.ANY)
 
-    def _compute_loss_in_parts(self) -> list[Trial]:
-        """Compute the loss in parts from here on, unless every block recomputed suffices.
+    def faster_with_whole_loss(self, trial: Trial, placed: list[Choice]) -> list[Choice]:
+        """Return the placement of the trial, or, if the step is not large, a faster one with a whole loss."""
+        best = min(self.whole, key=lambda other: other.seconds, default=None)
+        if best is None or best.evaluation is None or self.large or any(trial is one for one in self.whole):
+            return placed
+        with suppress(InfeasibleError):
+            other = self.place(best)
+            return min(placed, other, key=lambda choices: with_optimizer(choices[0].solution.evaluation))
+        return placed
 
-        Return the trials with the loss as it was.
-        """
+    def _compute_loss_in_parts(self) -> None:
+        """Compute the loss in parts from here on, unless every block recomputed suffices."""
         count = count_parts(self.member.annotator.capture, names_in_constraints(self.state.formulation))
         member = with_loss_in_parts(self.member, LossParts(count, self.offloads))
         if member is self.member:
-            return []
+            return
         self._try_every_block(len(self._items()))
         if self._resides:
-            return []
-        whole = list(self.tried.values())
+            return
+        self.whole = list(self.tried.values())
         self.member, self.problem = member, self.state.formulation.constrained(member)
         self.fastest = _least_seconds(self.problem)
         self.tried, self.missing = {0: self._probed(member, self.problem)}, {}
-        return whole
 
     def _try_every_block(self, count: int) -> None:
         savings, seconds = self.every_block()
