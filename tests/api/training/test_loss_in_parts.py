@@ -194,3 +194,33 @@ def test_other_sizes_follow_a_loss_in_parts() -> None:
             assert gap(gradients_of(placed), gradients_of(eager)) < 1e-5
             assert all(machine.peak_bytes(0) <= plan.topology[0].memory for plan in placed.plans)
         assert [planned_parts(plan.graph).count > 2 for plan in placed.plans[:2]] == [True, True]
+
+
+class Wide(nn.Module):
+    """A wide residual layer before the head, in half precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 64), nn.Linear(64, 1500, bias=False)
+        self.inner = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        self.bfloat16()
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.embed(ids)
+        found = self.head(found + self.inner(found)).flatten(0, 1).float()
+        return {"loss": nn.functional.cross_entropy(found, labels.flatten())}
+
+
+@pytest.mark.full_search
+def test_whole_loss_is_searched_in_full_too() -> None:
+    """Regression: the quick search of the whole loss was so poor that only parts had a full one."""
+    torch.manual_seed(0)
+    model = Wide()
+    inputs = {"ids": torch.randint(50, (4, 17)), "labels": torch.randint(1500, (4, 17))}
+    budget = int(0.8 * needed(model, inputs))
+    options: dict[str, Any] = {"kwargs": inputs, "train": True, "devices": SLOW_CPU}
+    with graphplan.simulate({0: budget, "cpu": ROOMY}) as machine:
+        plan = graphplan.plan(model, machine.max_memory, **options)
+        with patch(COUNT, return_value=1):
+            whole = graphplan.plan(model, machine.max_memory, **options)
+    assert plan.makespan <= whole.makespan
