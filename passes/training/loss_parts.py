@@ -239,7 +239,8 @@ def _is_by_row(node: fx.Node, inputs: Sequence[fx.Node], shape: torch.Size) -> b
     if target in _AXIS:
         return node.args[_AXIS[target]] in (-1, _value(node).dim() - 1)
     others = [_value(one) for one in node.all_input_nodes if one not in inputs]
-    whole = all(other.numel() == 1 or other.shape == shape[1:] for other in others)
+    # a part has two dimensions
+    whole = all((other.numel() == 1 and other.dim() < 3) or other.shape == shape[1:] for other in others)
     return whole and (target is aten._to_copy.default or torch.Tag.pointwise in target.tags)
 
 

@@ -43,6 +43,17 @@ class Capped(Text):
         return torch.tanh(super().logits(ids) / 3) * 3
 
 
+class Scaled(Text):
+    """The factor of the logits has as many dimensions as they have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Buffer(torch.full((1, 1, 1), 0.5))
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().logits(ids) * self.factor
+
+
 class Text3D(Text):
     """The classes are not the last dimension of the loss."""
 
@@ -165,7 +176,7 @@ def test_loss_with_a_pinned_operation_stays_whole() -> None:
     assert planned_parts(plan_of(Text(), pin={name: "cpu"}).graph).count == 1
 
 
-@pytest.mark.parametrize("make", [lambda: Text(label_smoothing=0.1), Text3D])
+@pytest.mark.parametrize("make", [lambda: Text(label_smoothing=0.1), Scaled, Text3D])
 def test_other_losses_stay_whole(make: Any) -> None:
     assert planned_parts(plan_of(make()).graph).count == 1
 
