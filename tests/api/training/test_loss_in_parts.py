@@ -222,6 +222,7 @@ class Wide(nn.Module):
         return {"loss": nn.functional.cross_entropy(found, labels.flatten())}
 
 
+@pytest.mark.slow
 @pytest.mark.full_search
 def test_whole_loss_is_searched_in_full_too() -> None:
     """Regression: the quick search of the whole loss was so poor that only parts had a full one."""
