@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from operator import getitem
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -141,6 +142,14 @@ def test_sums_in_half_precision_are_in_float32() -> None:
 
 def test_values_of_parts_are_no_larger_than_others() -> None:
     assert count_parts(whole(), ()) == 2  # 240 bytes of logits; of 160 and 96 of gradients
+
+
+def test_parts_are_limited_by_rows_and_overheads() -> None:
+    step = Step()
+    capture = step.capture(step.loss())  # all other values are numbers
+    assert count_parts(capture, ()) == 6
+    with patch("graphplan.passes.training.loss_parts._MOST", 4):
+        assert count_parts(capture, ()) == 4
 
 
 def test_named_operation_keeps_a_loss_whole() -> None:
