@@ -205,7 +205,9 @@ def _backward(nodes: Sequence[fx.Node], loss: _Loss) -> _Loss | None:
             transposed.add(node)
         elif is_product and inputs[0] in rows and node.args[0] is inputs[0]:
             loss.joined.append(node)
-        elif (is_product and (node.args[0] in transposed or node.args[1] in rows)) or _is_sum_of_rows(node):
+        elif (is_product and (node.args[0] in transposed or node.args[1] in rows)) or (
+            transposed.isdisjoint(inputs) and _is_sum_of_rows(node)
+        ):
             loss.summed.append(node)
         else:
             return None

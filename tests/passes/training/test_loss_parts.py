@@ -156,6 +156,13 @@ def test_named_operation_keeps_a_loss_whole() -> None:
     assert count_parts(whole(), {"_log_softmax"}) == 1
 
 
+def test_sum_of_each_row_keeps_a_loss_whole() -> None:
+    step = Step()
+    loss, gradient = step.loss(), step.gradient()
+    total = step.add(aten.sum.dim_IntList, step.add(aten.t.default, gradient), [0])
+    assert count_parts(step.capture(loss, total), ()) == 1
+
+
 @pytest.mark.parametrize("reader", [aten.sum.default, aten.relu_.default])
 def test_other_readers_keep_a_loss_whole(reader: Any) -> None:
     step = Step()
